@@ -29,6 +29,10 @@ from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.checkpoint.torch_reference import Outputs
 from qerl_jax.compare import Deviation, deviations, main, rounding_bounds
 
+without_compressed_tensors = pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is not None, reason="it is tested where it is not installed"
+)
+
 
 def rows(said: str) -> dict[str, list[float]]:
     """The table: name -> max, mean, relative, bound."""
@@ -48,14 +52,6 @@ def adapter_of(model: Path, rank: int = 4) -> Path:
     adapter = model.with_name(f"adapter-{rank}")
     export_adapter(with_norm_offsets(randomized(fp32_policy(model, rank), seed=1), seed=1), adapter)
     return adapter
-
-
-def hide(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    """As if these were not installed."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in packages else find(name, *rest)
-    )
 
 
 def changed(source: Path, name: str, change: Callable[[np.ndarray], None], file: str = st.SINGLE_FILE) -> Path:
@@ -201,10 +197,9 @@ def test_bounds_by_hand(tiny_dir):
 
 @pytest.mark.parametrize(
     ("layout", "with_adapter"),
-    [("modelopt", False), ("nvfp4", True)],
+    [("modelopt", False), pytest.param("nvfp4", True, marks=without_compressed_tensors)],
 )
-def test_quantized_models_by_our_loader(tmp_path, capsys, monkeypatch, layout, with_adapter):
-    hide(monkeypatch, "compressed_tensors")
+def test_quantized_models_by_our_loader(tmp_path, capsys, layout, with_adapter):
     model = getattr(small, layout)(tmp_path / "model")
     small.change_json(model / "config.json", dtype="bfloat16")
     adapter = ["--adapter", str(adapter_of(model))] if with_adapter else []
@@ -240,13 +235,6 @@ def test_weights_are_replaced_only_where_they_are_rounded(tmp_path):
     torch_reference._fill(model, st.Tensors([tmp_path / "exact.safetensors"]), where_close=True)
     np.testing.assert_array_equal(model[0].weight.detach(), exact[0])
     np.testing.assert_array_equal(model[1].weight.detach(), kept)
-
-
-def test_missing_packages_are_named(tmp_path, capfd, monkeypatch):
-    hide(monkeypatch, "torch", "peft")
-    said = error_of(main, ["tiny", "--adapter", "A"], tmp_path, capfd)
-    assert_says(said, "the comparison needs torch and peft: pip install torch peft")
-    assert torch_reference.missing_packages(adapter=False) == ["torch"]
 
 
 def test_what_does_not_fit_is_refused(tmp_path, capfd):

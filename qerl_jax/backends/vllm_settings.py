@@ -23,16 +23,7 @@ def check(config: Config, base: Path, command: str = "rollout_backend") -> None:
       command: name of the setting that asks for vLLM.
     """
     asked = f"{command} 'vllm'"
-    try:
-        found = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        install = "pip install 'qerl-jax[vllm]'"
-        raise ConfigError(f"{asked} needs vLLM {VERSION}, which is not installed: {install}") from None
-    if found.partition("+")[0] != VERSION:
-        raise ConfigError(
-            f"{asked} needs vLLM {VERSION}, and {found} is installed: the layer norms inside its model are written, "
-            f"and each version has these elsewhere; pip install 'vllm=={VERSION}'"
-        )
+    refuse_version(next((found.version for found in importlib.metadata.distributions(name="vllm")), None), asked)
     stored = hf_config.stored_quantization(base)
     if stored is not None and stored.layout.name == "modelopt":
         raise ConfigError(
@@ -42,6 +33,18 @@ def check(config: Config, base: Path, command: str = "rollout_backend") -> None:
         raise ConfigError(
             f"{asked} cannot run weight_format {config.weight_format!r}, quantized while loading: vLLM would compute "
             f"with the unquantized {base}; write the quantized model with python -m qerl_jax.quantize and name that"
+        )
+
+
+def refuse_version(found: str | None, asked: str) -> None:
+    """Raise ConfigError for another version of vLLM than `VERSION`; None: there is none."""
+    if found is None:
+        install = "pip install 'qerl-jax[vllm]'"
+        raise ConfigError(f"{asked} needs vLLM {VERSION}, which is not installed: {install}")
+    if found.partition("+")[0] != VERSION:
+        raise ConfigError(
+            f"{asked} needs vLLM {VERSION}, and {found} is installed: the layer norms inside its model are written, "
+            f"and each version has these elsewhere; pip install 'vllm=={VERSION}'"
         )
 
 

