@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -89,6 +89,7 @@ def load_dataset(
     asks_itself: bool = False,
     limit: int | None = None,
     first_id: int = 0,
+    hub: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
 ) -> Dataset:
     """Read a dataset by name.
 
@@ -104,6 +105,7 @@ def load_dataset(
       asks_itself: the model's chat template asks for an answer's form: the dataset's own system prompt is left out.
       limit: largest number of problems.
       first_id: id of the first record.
+      hub: reads a preset, as `datasets.load_dataset`, which it is where this is None.
 
     Unusable records (no answer, a prompt too long for the preset, …) are skipped and counted in `notes`.
 
@@ -125,7 +127,7 @@ def load_dataset(
     if isinstance(name, Given):
         sources = [open_rows(name, name.value, wanted)]
     else:
-        sources = _files(path, split, preset, wanted) if path else [_hub(preset_name, preset, split, wanted)]
+        sources = _files(path, split, preset, wanted) if path else [_hub(preset_name, preset, split, wanted, hub)]
 
     problems: list[Problem] = []
     left_out: dict[str, tuple[int, str]] = {}
@@ -245,7 +247,7 @@ def is_out_of_reach(hub_id: str, cache: Path, api: Any) -> bool:
     return False
 
 
-def _hub(name: str, preset: Preset, split: str, wanted: set[str]) -> Source:
+def _hub(name: str, preset: Preset, split: str, wanted: set[str], load: Callable | None) -> Source:
     import datasets
     import huggingface_hub
     from huggingface_hub import constants
@@ -257,7 +259,7 @@ def _hub(name: str, preset: Preset, split: str, wanted: set[str]) -> Source:
             f"is read with {name}:DIRECTORY"
         )
     try:
-        rows = datasets.load_dataset(preset.hub_id, preset.subset, split=split)
+        rows = (load or datasets.load_dataset)(preset.hub_id, preset.subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"cannot read {preset.hub_id} from the Hugging Face hub: {' '.join(str(error).split())}; "

@@ -201,7 +201,7 @@ def test_from_parquet_in_the_published_schema(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_from_the_hub(name, monkeypatch):
+def test_from_the_hub(name):
     """The hub's library is asked for the published address, subset and split, and gives rows of the published types."""
     asked = []
 
@@ -209,8 +209,7 @@ def test_from_the_hub(name, monkeypatch):
         asked.append((address, subset, split))
         return datasets.Dataset(table(name))
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    check(name, load_dataset(name, EXPECTED[name][0]))
+    check(name, load_dataset(name, EXPECTED[name][0], hub=load))
     assert asked == [(PRESETS[name].hub_id, PRESETS[name].subset, EXPECTED[name][0])]
 
 
@@ -267,13 +266,12 @@ def test_a_hub_without_a_connection_is_asked_once(answer, cached, is_out, tmp_pa
 @pytest.mark.parametrize(
     "kind", [datasets.exceptions.DatasetGenerationError, datasets.exceptions.SplitsVerificationError]
 )
-def test_what_the_hubs_library_raises_is_one_line(kind, monkeypatch):
+def test_what_the_hubs_library_raises_is_one_line(kind):
     def load(*_, **__):
         raise kind("no\nsuch rows")
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(DataError, match=r"cannot read openai/gsm8k from .*: no such rows; a local copy is read with"):
-        load_dataset("gsm8k", "train")
+        load_dataset("gsm8k", "train", hub=load)
 
 
 def test_two_subsets_side_by_side_are_not_mixed_up(tmp_path):
