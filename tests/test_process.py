@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import subprocess
 import sys
@@ -81,11 +82,11 @@ def test_closed_standard_streams_get_into_no_file(tmp_path):
     assert (tmp_path / "file").read_text() == f"True {['/dev/null'] * 3} 0"
 
 
-def test_a_terminal_that_knows_ascii_alone(monkeypatch):
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
-    assert command.run(lambda: print("σ …") or 0) == 0
-    assert written.getvalue() == b"\\u03c3 \\u2026\n"
+def test_a_terminal_that_knows_ascii_alone():
+    written = io.TextIOWrapper(io.BytesIO(), "ascii")
+    with contextlib.redirect_stdout(written):
+        assert command.run(lambda: print("σ …") or 0) == 0
+    assert written.buffer.getvalue() == b"\\u03c3 \\u2026\n"
 
 
 # Ctrl-C while two threads are inside XLA's compiler, each with a program that takes it seconds.

@@ -18,10 +18,8 @@ from qerl_jax.reporting.progress import TrainingProgress, summary_table
 METRICS = {"reward": 0.5, "entropy": 1.0, "aqn/sigma": 0.0, "completions/mean_length": 20.0, "tokens_per_second": 100.0}
 
 
-def test_a_bar_and_lines_share_a_terminal(monkeypatch):
+def test_a_bar_and_lines_share_a_terminal():
     """A bar replaces `sys.stdout` by what prints on its console, which must not print on that again."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
     near, far = pty.openpty()
     said: list[bytes] = []
 

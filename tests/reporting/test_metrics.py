@@ -136,14 +136,12 @@ def test_a_plot_names_noise_where_there_was_some(plot, title, noise):
         assert plot != "accuracy" or axes.get_ylim() == (-0.02, 1.02)
 
 
-def test_a_curve_has_its_moving_average_beside_it(tmp_path, monkeypatch):
+def test_a_curve_has_its_moving_average_beside_it():
     """Of 45 steps the mean of three, of fewer at the beginning."""
-    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-    drawn, plot = [], Axes.plot
-    monkeypatch.setattr(Axes, "plot", lambda axes, *args, **named: drawn.append(args) or plot(axes, *args, **named))
-    values = [float(7 * step % 11) for step in range(45)]
-    write_plots(tmp_path, [{"step": 1 + step, "accuracy": value} for step, value in enumerate(values)])
-    (steps, points), (same, means) = drawn
+    axes, values = Figure().add_subplot(), [float(7 * step % 11) for step in range(45)]
+    _PLOTS["accuracy"][1](axes, [{"step": 1 + step, "accuracy": value} for step, value in enumerate(values)])
+    (steps, points), (same, means) = (line.get_data() for line in axes.lines)
     assert list(steps) == list(same) == list(range(1, 46)) and list(points) == values
     assert means == pytest.approx([np.mean(values[max(0, step - 2) : step + 1]) for step in range(45)])

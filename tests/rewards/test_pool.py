@@ -210,20 +210,26 @@ def test_a_worker_that_stopped_while_idle_costs_no_item(mine):
     assert not any(map(is_running, others))
 
 
-def test_a_worker_that_dies_as_its_tasks_come_costs_no_item(mine, monkeypatch):
-    """The pool, looked at before, has failed when they are scheduled."""
-    pool, name = WorkerPool([f"{mine}:pid"], 1, 30.0), f"{mine}:pid"
-    (pid,) = pids_of(pool, name)
+class Dying(WorkerPool):
+    """Whose worker `victim` dies once, after the pool was looked at."""
 
-    def dies(self: WorkerPool):
-        monkeypatch.undo()
-        os.kill(pid, signal.SIGKILL)
-        while self._pool.active:
-            time.sleep(0.01)
-        return self._pool
+    victim: int | None = None
 
-    monkeypatch.setattr(WorkerPool, "_started", dies)
-    assert len(pids_of(pool, name, 3)) == 3
+    def _started(self):
+        pool = super()._started()
+        if self.victim is not None:
+            os.kill(self.victim, signal.SIGKILL)
+            while pool.active:
+                time.sleep(0.01)
+            self.victim = None
+        return pool
+
+
+def test_a_worker_that_dies_as_its_tasks_come_costs_no_item(mine):
+    """The pool has failed when they are scheduled."""
+    pool, name = Dying([f"{mine}:pid"], 1, 30.0), f"{mine}:pid"
+    (pool.victim,) = pids_of(pool, name)
+    assert len(pids_of(pool, name, 3)) == 3 and pool.victim is None
     pool.close()
 
 
