@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +12,31 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import runs
+import small
+from helpers import randomized
 from rich.console import Console
 
 from qerl_jax import train
+from qerl_jax.backends.vllm_engine import VllmEngine
+from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import encode_problems
 from qerl_jax.data.stream import ProblemStream
-from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.parallel import ALONE
-from qerl_jax.reporting.metrics import EvaluationResults, read_metrics
+from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.adamw import AdamW
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan
+from qerl_jax.rl.state import init_state
 from qerl_jax.run import lifecycle
-from qerl_jax.run.grading import Grading
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
@@ -55,6 +60,13 @@ def norms(value: float) -> dict:
     return {"layers": {i: {n: {"weight": jnp.full(4, value)} for n in "ab"} for i in range(2)}}
 
 
+class Sampler(VllmEngine):
+    """Samples by `generate`, in the place of vLLM's process."""
+
+    def __init__(self, generate: Callable[..., Rollout]):
+        self.generate = generate
+
+
 @pytest.fixture
 def step(tmp_path, monkeypatch):
     """The calls of a step by name, with the run and the states before and after it."""
@@ -73,8 +85,7 @@ def step(tmp_path, monkeypatch):
     model = types.SimpleNamespace(pad_token_id=0)
     policy = Policy("frozen", norms(0.0), "first", model, LoraConfig(), tokenizer=tokenizer)
 
-    def generate(*arguments, on_progress):
-        assert on_progress.__func__ is Grading.begin
+    def generate(*arguments):
         prompts, place = arguments[1], len(calls.generate)
         calls.generate.append(arguments)
         rows = []
@@ -104,10 +115,11 @@ def step(tmp_path, monkeypatch):
         moved = {"step": jnp.int32(STEP + 1), "cursor": jnp.int32(CURSOR + own["drawn"])}
         return arguments[0].replace(**moved), {"loss": jnp.float32(0.5)}
 
-    for name, stand_in in {"generate": generate, "grpo_step": grpo_step}.items():
-        monkeypatch.setattr(train, name, stand_in)
-    hooks = Hooks(perturb=perturb)
-    run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [], hooks, PLAN)
+    monkeypatch.setattr(train, "grpo_step", grpo_step)
+    run = Run(
+        config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [],
+        Hooks(perturb=perturb), PLAN, vllm=Sampler(generate),
+    )  # fmt: skip
     recorder = object.__new__(Recorder)
     recorder.phases = Phases(tmp_path, run.console)
     recorder.record = lambda *arguments: setattr(calls, "record", arguments)
@@ -279,46 +291,48 @@ def test_what_is_written_of_a_step(step):
     }
 
 
-def test_the_end_of_a_run(step, tmp_path, monkeypatch):
-    """The trained policy is what is evaluated, under the evaluation's settings, and what is exported."""
-    last = step.before.replace(step=jnp.int32(10), norms=norms(0.7))
+def test_the_end_of_a_run(step, tmp_path):
+    """The trained policy is what is evaluated, under the evaluation's settings, and what is exported before that."""
     config = dataclasses.replace(
-        step.config, eval_dataset="arithmetic", eval_temperature=0.3, eval_top_p=0.5, eval_num_generations=4,
-        eval_batch_size=7, train_norms=True,
+        step.config, model=str(small.bf16(tmp_path / "model", 1)), eval_dataset="arithmetic", eval_temperature=0.3,
+        eval_top_p=0.5, eval_num_generations=4, eval_batch_size=7, train_norms=True,
     )  # fmt: skip
-    run = dataclasses.replace(step.run, config=config, eval_problems=list(step.run.stream.sets[0][:2]))
-    result, made = Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 4), {}
-    recorder = object.__new__(Recorder)
-    recorder.phases, recorder.stopped = Phases(tmp_path, run.console), 0
-    recorder.evaluations = EvaluationResults(tmp_path)
-    recorder.checkpoints = types.SimpleNamespace(close=lambda: None)
-    curves: list = []
+    policy = load_policy(config.model, lora=LoraConfig(4), dtype=jnp.float32)
+    first = init_state(policy, config)
+    last = first.replace(
+        step=jnp.int32(10), norms=jax.tree.map(lambda leaf: leaf + 1, policy.norms), lora=randomized(policy, 0).lora
+    )
+    calls, curves, exported = [], [], tmp_path / "adapter" / "adapter_model.safetensors"
+
+    def generate(policy, prompts, sampling, key, engine):
+        calls.append((policy, prompts.ids.tolist(), sampling, key, engine.slots, exported.exists()))
+        rows = jnp.repeat(jnp.arange(2), 4)
+        texts = ["<answer>140</answer>"] * 5 + ["<answer>none</answer>"] * 3  # the answers are 140 and 141
+        new = [policy.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        own = [[*np.asarray(prompts.tokens)[i // 4, : int(prompts.lengths[i // 4])], *ids] for i, ids in enumerate(new)]
+        tokens = jnp.asarray([[*ids, *[0] * (200 - len(ids))] for ids in own], jnp.int32)
+        finish = jnp.full(8, FinishReason.LENGTH, jnp.int8)
+        lengths = jnp.asarray([len(ids) for ids in own], jnp.int32)
+        return Rollout(tokens, jnp.zeros(tokens.shape), prompts.lengths[rows], lengths, finish, rows)
+
+    run = dataclasses.replace(
+        step.run, config=config, policy=policy, eval_problems=list(step.run.stream.sets[0][:2]),
+        vllm=Sampler(generate),
+    )  # fmt: skip
+    recorder = Recorder(run, Checkpointer(tmp_path, 1), 9, 1000)
     recorder.curves = types.SimpleNamespace(log=lambda *arguments: curves.append(arguments), close=lambda: None)
-    recorder.metrics, recorder.mend = types.SimpleNamespace(rows=[]), lambda: None
-
-    def evaluate(*arguments, **named):
-        assert "exported" in made  # an evaluation that fails leaves the adapter
-        made["evaluated"] = arguments, named
-        return result
-
-    def export_adapter(*arguments, **named):
-        made["exported"] = arguments, named
-
-    for name, stand_in in {"evaluate": evaluate, "export_adapter": export_adapter}.items():
-        monkeypatch.setattr(lifecycle, name, stand_in)
-    for name in ("write_plots", "write_report", "summary_table"):
-        monkeypatch.setattr(lifecycle, name, lambda *_: None)
+    recorder.metrics.append(10, {"num_tokens": 2000})
     lifecycle.finish_run(run, recorder, last)
-    (policy, problems, sampling, seed), named = made["evaluated"]
-    assert (problems, sampling, seed) == (run.eval_problems, config.eval_sampling, SEED)
+    [(evaluated, ids, sampling, key, slots, is_exported)] = calls
+    assert evaluated.norms is last.norms and evaluated.lora is last.lora and evaluated.frozen is policy.frozen
+    assert ids == [item.problem.id for item in run.eval_problems] and sampling == config.eval_sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.3, 0.5, 0, 0)
-    assert (sampling.num_generations, sampling.max_new_tokens, named["engine"].slots) == (4, 12, 7)
-    assert recorder.evaluations.get("after") == result and curves == [(10, result.metrics())]
-    (exported, directory), options = made["exported"]
-    assert directory == tmp_path / "adapter" and options["norms"]
-    for one in (policy, exported):
-        assert one.norms is last.norms and one.lora == "trained" and one.frozen == "frozen"
-    lifecycle._evaluate(run, recorder, step.before, "before")
-    assert recorder.evaluations.get("before") == result and curves[1:] == [(STEP, result.metrics())]
-    (policy, *_), _ = made["evaluated"]
-    assert policy.norms is step.before.norms
+    assert (sampling.num_generations, sampling.max_new_tokens, slots, is_exported) == (4, 12, 7, True)
+    assert_key(key, 3, 0)
+    result = recorder.evaluations.get("after")
+    assert result.accuracy == 1 / 2 and curves == [(10, result.metrics())]
+    export_adapter(policy.replace(norms=last.norms, lora=last.lora), tmp_path / "wanted", norms=True)
+    assert exported.read_bytes() == (tmp_path / "wanted" / exported.name).read_bytes()
+    lifecycle._evaluate(run, recorder, first, "before")
+    assert recorder.evaluations.get("before").accuracy == 1 / 2 and curves[1][0] == 0
+    assert calls[1][0].norms is first.norms
