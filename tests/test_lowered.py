@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from qerl_kernels import dispatch
 from qerl_kernels.gpu import H200
 
+from qerl_jax import lowered
 from qerl_jax.lowered import LoweredPrograms, as_in_sources, environment
 from qerl_jax.programs import program, record
 
@@ -95,6 +97,14 @@ def test_functions_that_text_cannot_name(tmp_path, traced):
             function = program(function, static_argnames=tuple(static))
             record(functools.partial(function, np.ones(3), **static), kept=LoweredPrograms(tmp_path, b"same"))
     assert traced == ["of_user", "with_static"] * 2 and not list(tmp_path.iterdir())
+
+
+def test_versions_are_those_of_the_libraries_that_lower():
+    """As Python's own reader of installed libraries has them, which parses a file of each."""
+    found = {name.rsplit(".", 1)[0].lower() for name in lowered._versions()}
+    every = {f"{each.name.replace('-', '_')}-{each.version}".lower() for each in importlib.metadata.distributions()}
+    assert found == {name for name in every if name.startswith(lowered._DISTRIBUTIONS)}
+    assert {name.split("-")[0] for name in found} >= {"jax", "jaxlib", "flax", "numpy", "ml_dtypes"}
 
 
 def test_sources_and_only_those_of_a_command_decide(tmp_path):
