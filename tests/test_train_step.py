@@ -37,6 +37,7 @@ from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import lifecycle
+from qerl_jax.run.grading import Grading
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
@@ -85,7 +86,8 @@ def step(tmp_path, monkeypatch):
     model = types.SimpleNamespace(pad_token_id=0)
     policy = Policy("frozen", norms(0.0), "first", model, LoraConfig(), tokenizer=tokenizer)
 
-    def generate(*arguments):
+    def generate(*arguments, on_progress):
+        assert on_progress.__func__ is Grading.begin
         prompts, place = arguments[1], len(calls.generate)
         calls.generate.append(arguments)
         rows = []
@@ -115,11 +117,10 @@ def step(tmp_path, monkeypatch):
         moved = {"step": jnp.int32(STEP + 1), "cursor": jnp.int32(CURSOR + own["drawn"])}
         return arguments[0].replace(**moved), {"loss": jnp.float32(0.5)}
 
-    monkeypatch.setattr(train, "grpo_step", grpo_step)
-    run = Run(
-        config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [],
-        Hooks(perturb=perturb), PLAN, vllm=Sampler(generate),
-    )  # fmt: skip
+    for name, stand_in in {"generate": generate, "grpo_step": grpo_step}.items():
+        monkeypatch.setattr(train, name, stand_in)
+    hooks = Hooks(perturb=perturb)
+    run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [], hooks, PLAN)
     recorder = object.__new__(Recorder)
     recorder.phases = Phases(tmp_path, run.console)
     recorder.record = lambda *arguments: setattr(calls, "record", arguments)

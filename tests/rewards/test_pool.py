@@ -211,17 +211,19 @@ def test_a_worker_that_stopped_while_idle_costs_no_item(mine):
 
 
 class Dying(WorkerPool):
-    """Whose worker `victim` dies once, after the pool was looked at."""
+    """Whose worker `victim` dies once, between the second look at the pool and the task that it is given."""
 
     victim: int | None = None
+    looks = 0
 
     def _started(self):
         pool = super()._started()
-        if self.victim is not None:
+        self.looks += self.victim is not None
+        if self.looks == 2:
             os.kill(self.victim, signal.SIGKILL)
             while pool.active:
                 time.sleep(0.01)
-            self.victim = None
+            self.victim, self.looks = None, 0
         return pool
 
 
