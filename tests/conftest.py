@@ -58,7 +58,7 @@ if QUICK_COMPILES:
 
 DATA = Path(__file__).parent / "data"
 TOOLS = Path(__file__).parent.parent / "tools"
-sys.path.append(str(TOOLS))  # tests that compile for an H200 import `h200`
+sys.path.append(str(TOOLS))  # for `tool`; tests that compile for an H200 import `h200`
 
 MOST_MAPPINGS = 20_000
 
@@ -126,11 +126,8 @@ def nothing_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], types.ModuleType]:
-    """Imports a program of `tools`; all of them are loaded anew for each test."""
-    monkeypatch.syspath_prepend(str(TOOLS))
-    for path in TOOLS.glob("*.py"):
-        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+def tool() -> Callable[[str], types.ModuleType]:
+    """Imports a program of `tools`."""
     return importlib.import_module
 
 
