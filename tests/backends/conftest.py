@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,16 @@ STAND_IN = Path(__file__).parent / "stand_in"
 
 @pytest.fixture(scope="session")
 def install_stand_in():
-    """Puts the stand-in before all packages; returns a function that reads from a file what it was asked."""
+    """Puts a copy of the stand-in before all packages; returns a function that reads what it was asked."""
 
-    def install(monkeypatch, log):
-        log.touch()
-        monkeypatch.syspath_prepend(str(STAND_IN))
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
-        monkeypatch.setenv("STAND_IN_LOG", str(log))
-        monkeypatch.delenv("STAND_IN_FAULT", raising=False)
+    def install(monkeypatch, place):
+        shutil.copytree(STAND_IN, place)
+        monkeypatch.syspath_prepend(str(place))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]))
 
         def asked(event):
-            entries = [json.loads(line) for line in log.read_text().splitlines()]
+            log = place / "asked.jsonl"
+            entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
             return [entry for entry in entries if entry["event"] == event]
 
         return asked
@@ -32,4 +32,4 @@ def install_stand_in():
 @pytest.fixture
 def stand_in(install_stand_in, monkeypatch, tmp_path):
     """The stand-in, installed; a function that reads what it was asked."""
-    return install_stand_in(monkeypatch, tmp_path / "stand-in.jsonl")
+    return install_stand_in(monkeypatch, tmp_path / "stand-in")

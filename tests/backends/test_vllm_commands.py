@@ -95,8 +95,7 @@ def test_a_run_samples_by_vllm_with_the_policy_of_each_step(settings, stand_in, 
     assert 0 < clean < 0.02 < 0.1 < noisy
 
 
-def test_a_dry_run_counts_no_cache_and_tells_the_share(stand_in, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.94")
+def test_a_dry_run_counts_no_cache_and_tells_the_share(stand_in, tmp_path, capfd):
     flags = ["--model", "tiny", "--dataset", "arithmetic", "--output-dir", str(tmp_path / "run"), "--dry-run"]
     own = ["--rollout-backend", "vllm", "--vllm-gpu-memory-utilization", "0.25", "--max-completion-length", "64"]
     assert main([*flags, *own, "--max-prompt-length", "96"]) == 0

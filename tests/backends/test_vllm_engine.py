@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -51,7 +52,7 @@ def begin(base, policy):
 def running(install_stand_in, base, policy, tmp_path_factory):
     """(An engine, what it has been asked): one for most tests, because a process of its own starts for seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        asked = install_stand_in(patch, tmp_path_factory.mktemp("running") / "stand-in.jsonl")
+        asked = install_stand_in(patch, tmp_path_factory.mktemp("running") / "stand-in")
         engine = begin(base, policy)
     yield engine, asked
     engine.close()
@@ -182,9 +183,10 @@ def test_seeds_fill_the_63_bits_that_vllm_takes():
         ("dies", r"vLLM failed \(rollout\): its process ended with 9"),
     ],
 )
-def test_failures_are_told(fault, words, stand_in, base, policy, monkeypatch):
-    monkeypatch.setenv("STAND_IN_FAULT", fault)
-    with pytest.raises(VllmError, match=words), begin(base, policy) as engine:
+def test_failures_are_told(fault, words, stand_in, base, policy, tmp_path):
+    model = shutil.copytree(base, tmp_path / "model")
+    (model / "fault").write_text(fault)
+    with pytest.raises(VllmError, match=words), begin(model, policy) as engine:
         engine.set_weights(Weights.of_policy(noisy(policy, 0)))
         if fault == "dies":
             engine.sample(PROMPTS, SAMPLING, KEY)

@@ -1,7 +1,8 @@
 """A stand-in for vLLM 0.22.1: the surface that `qerl_jax.backends.vllm_worker` uses, with the names and signatures of
 that version. It computes with this package, on the CPU: base, adapter and the norms of its torch modules.
 
-Each request and each change is appended to the JSON lines of STAND_IN_LOG.
+Each request and each change is appended to `asked.jsonl` beside it. A file `fault` in the model's directory names what
+goes wrong.
 """
 
 import dataclasses
@@ -18,11 +19,10 @@ from vllm.model_executor.model_loader import LOADERS
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 __version__ = "0.22.1"
-FAULT = os.environ.get("STAND_IN_FAULT", "")
 
 
 def note(**entry):
-    with Path(os.environ["STAND_IN_LOG"]).open("a") as file:
+    with Path(__file__).parents[1].joinpath("asked.jsonl").open("a") as file:
         file.write(json.dumps(entry) + "\n")
 
 
@@ -70,8 +70,8 @@ class Model(torch.nn.Module):
 
 
 class Engine:
-    def __init__(self, enabled):
-        self.enabled, self.adapters = enabled, {}
+    def __init__(self, enabled, fault):
+        self.enabled, self.fault, self.adapters = enabled, fault, {}
 
     def _require(self):
         if not self.enabled:
@@ -86,7 +86,7 @@ class Engine:
 
     def remove_lora(self, lora_id):
         self._require()
-        if FAULT != "adapter":
+        if self.fault != "adapter":
             del self.adapters[lora_id]
         return True
 
@@ -100,17 +100,19 @@ class LLM:
         from qerl_jax.checkpoint.hf_config import model_config
 
         note(event="start", model=model, load_format=load_format, enable_lora=enable_lora, **options)
-        if FAULT == "start":
+        fault = Path(model) / "fault"
+        self.fault = fault.read_text() if fault.exists() else ""
+        if self.fault == "start":
             raise RuntimeError("no memory left for the KV cache")
         self.path, self.config = Path(model), model_config(Path(model))
         self.most = options["max_model_len"]
         self.model = Model(self.config.num_layers, self.config.hidden_size)
         LOADERS[load_format](LoadConfig(load_format)).load_weights(self.model, SimpleNamespace(model=model))
-        self.llm_engine = Engine(enable_lora)
+        self.llm_engine = Engine(enable_lora, self.fault)
 
     def apply_model(self, function):
         result = function(self.model)
-        if FAULT == "norms":
+        if self.fault == "norms":
             name, value = next(iter(result.items()))
             result[name] = value.astype(np.float16).astype(np.float32)
         return [result]
@@ -143,7 +145,7 @@ class LLM:
             sampling=[dataclasses.asdict(own) for own in sampling_params],
             lora=lora_request and lora_request.lora_int_id,
         )
-        if FAULT == "dies":
+        if self.fault == "dies":
             os._exit(9)
         own = sampling_params[0]
         assert all(dataclasses.replace(other, seed=own.seed) == own for other in sampling_params)
@@ -165,10 +167,6 @@ class LLM:
             columns = slice(start, int(rollout.lengths[row]))
             ids, values = (np.asarray(x)[row, columns].tolist() for x in (rollout.tokens, rollout.logprobs))
             reason = "stop" if ids[-1] in own.stop_token_ids else "length"
-            if FAULT == "abort":
-                reason = "abort"
-            if FAULT == "nan":
-                values[0] = float("nan")
             entries = [{token: SimpleNamespace(logprob=value)} for token, value in zip(ids, values, strict=True)]
             completion = SimpleNamespace(token_ids=tuple(ids), logprobs=entries, finish_reason=reason)
             outputs.append(SimpleNamespace(outputs=[completion]))
