@@ -77,7 +77,8 @@ def program(function: Callable | None = None, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _calling(caller: _Caller | None) -> Iterator[None]:
+def calling(caller: _Caller | None) -> Iterator[None]:
+    """Within this context `caller(program, args, kwargs)` makes the calls of programs; None: each is called."""
     token = _caller.set(caller)
     try:
         yield
@@ -125,13 +126,13 @@ def record(
     def note(jitted: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         key = _signature(jitted, args, kwargs)
         if key not in known:
-            with _calling(None), kept.used() if kept else contextlib.nullcontext():  # what it calls is a part of it
+            with calling(None), kept.used() if kept else contextlib.nullcontext():  # what it calls is a part of it
                 traced = jitted.trace(*args, **kwargs)
             known[key] = Recorded(jitted, *shapes_of((args, kwargs)), traced, _results(traced, (args, kwargs)))
             each(key, known[key])
         return known[key].results
 
-    with _calling(note):
+    with calling(note):
         function(*args)
     return list(known.values())[before:]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from qerl_jax import keys
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.models.distribution import sample
 from qerl_jax.models.lora import Lora, LoraConfig
+from qerl_jax.programs import calling
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
 from qerl_jax.types import FinishReason, Policy, Sampling
 
@@ -26,6 +29,19 @@ logprobs_of = jax.jit(token_logprobs, static_argnames=("temperature", "chunk"))
 def fp32_policy(directory: Path, rank: int = 4, **options: Any) -> Policy:
     """The model of a directory in fp32, with fresh adapters on all seven projections."""
     return load_policy(directory, lora=LoraConfig(rank=rank), dtype=jnp.float32, **options)
+
+
+@contextlib.contextmanager
+def noted_programs(note: Callable[[str, tuple, Any], None]) -> Iterator[None]:
+    """Within this context `note(name, arguments, results)` is called after each call of a program."""
+
+    def call(program: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        results = program(*args, **kwargs)
+        note(program.__name__, args, results)
+        return results
+
+    with calling(call):
+        yield
 
 
 def randomized(policy: Policy, seed: int, size: float = 0.1) -> Policy:

@@ -140,11 +140,13 @@ def test_nvfp4_quantizer_against_the_slow_one(seed, dtype):
     assert (np.abs(weight.astype(np.float64) - exact) <= 1.001 * step).all()  # half the widest gap of E2M1, 4 to 6
 
 
-def test_nvfp4_slices_of_rows_do_not_show(monkeypatch):
-    weight = np.random.default_rng(3).normal(size=(37, 48)).astype(BF16)
-    whole = nvfp4.quantize(weight)
-    monkeypatch.setattr(host, "_ROWS_AT_ONCE", 48 * 5)
-    assert_trees_equal(nvfp4.quantize(weight), whole)
+def test_nvfp4_slices_of_rows_do_not_show():
+    """Of four rows and of one, against each row by itself."""
+    weight = np.random.default_rng(3).standard_normal((5, 1 << 20), np.float32).astype(BF16)
+    assert host.row_slices(*weight.shape) == [(0, 4), (4, 5)]
+    whole, divisor = nvfp4.quantize(weight), nvfp4.global_scale(float(np.abs(weight).max()), BF16)
+    rows = [nvfp4.quantize(row[None], divisor) for row in weight]
+    assert_trees_equal(whole, jax.tree.map(lambda *parts: np.concatenate(parts), *rows))
 
 
 @pytest.mark.parametrize("seed", range(6))

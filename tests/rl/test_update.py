@@ -21,8 +21,7 @@ from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.models.linear import XlaMatmuls
 from qerl_jax.models.lora import without_adapter
-from qerl_jax.programs import compile_calls, record, shapes_of
-from qerl_jax.rl import step
+from qerl_jax.programs import calling, compile_calls, record, shapes_of
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.head import inputs_of
 from qerl_jax.rl.micro_batches import PackShape, assign
@@ -469,7 +468,7 @@ def test_the_plan_of_a_run_leaves_room_for_what_is_held(micro):
         assert make_update_plan(*jax.eval_shape(lambda: (state, micro.frozen)), memory) == wanted
 
 
-def test_an_update_that_does_not_fit_says_what_to_lower(micro, monkeypatch):
+def test_an_update_that_does_not_fit_says_what_to_lower(micro):
     """The state of before is untouched; other errors stay what they are."""
     config = make_config(batch_size=ROWS)
     state = init_state(micro, config)
@@ -477,10 +476,9 @@ def test_an_update_that_does_not_fit_says_what_to_lower(micro, monkeypatch):
     def fail(*_):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(step, "_step", fail)
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes."
-    with pytest.raises(MemoryError, match=r"lower update_memory_gb below .* tokens_per_micro_batch"):
+    with pytest.raises(MemoryError, match=r"lower update_memory_gb below .* tokens_per_micro_batch"), calling(fail):
         grpo_step(state, micro.frozen, awkward_batch())
     message = "INTERNAL: something else"
-    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"), calling(fail):
         grpo_step(state, micro.frozen, awkward_batch())

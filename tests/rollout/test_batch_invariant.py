@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from helpers import fp32_policy, randomized
+from helpers import fp32_policy, noted_programs, randomized
 
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.rollout import prefill
 from qerl_jax.rollout.engine import generate
 from qerl_jax.types import Engine, Policy, Prompts, Sampling
 
@@ -77,17 +76,18 @@ def test_rows_are_the_same_bits_on_a_gpu(tmp_path, weight_format):
     assert_the_same_bits(wider(tmp_path, weight_format, "bfloat16", kernel))
 
 
-def test_each_prompt_is_prefilled_alone(tmp_path, monkeypatch):
+def test_each_prompt_is_prefilled_alone(tmp_path):
     """A prefill's shape depends on its own prompt only; without the mode prompts are packed together."""
     policy = fp32_policy(small.bf16(tmp_path / "model", shards=1))
-    original, seen = prefill.prefill, []
+    seen = []
 
-    def watched(policy, prompt_cache, tokens, lengths, prompt_slots, width, batch_invariant):
-        seen.append((len(tokens), len(lengths), width, batch_invariant))
-        return original(policy, prompt_cache, tokens, lengths, prompt_slots, width, batch_invariant)
+    def note(name, args, _):
+        if name == "prefill_layer":
+            _, x, _, lengths, _, _, _, width, batch_invariant = args
+            seen.append((len(x), len(lengths), width, batch_invariant))
 
-    monkeypatch.setattr(prefill, "prefill", watched)
-    rollout(policy, [0, 2, 4], 1, Engine(batch_invariant=True))
-    assert seen == [(16, 1, 16, True), (48, 1, 48, True), (96, 1, 96, True)]
-    rollout(policy, [0, 2, 4], 1, Engine())
-    assert len(seen) == 4 and seen[3][0] == 512
+    with noted_programs(note):
+        rollout(policy, [0, 2, 4], 1, Engine(batch_invariant=True))
+        assert seen == [(size, 1, size, True) for size in (16, 48, 96) for _ in range(policy.config.num_layers)]
+        rollout(policy, [0, 2, 4], 1, Engine())
+    assert seen[-1][0] == 512 and len(seen) == 4 * policy.config.num_layers

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fp32_policy, logits_of, logprobs_of, plain_rollout, randomized
+from helpers import fp32_policy, logits_of, logprobs_of, noted_programs, plain_rollout, randomized
 from qerl_kernels import dispatch
 from qerl_kernels.gpu import H200, Gpu
 
@@ -20,8 +20,8 @@ from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import FREE_ON_RESUME
 from qerl_jax.models.qwen2 import merge_model
+from qerl_jax.programs import calling
 from qerl_jax.rl.logprobs import logprobs_and_entropy
-from qerl_jax.rollout import decode, prefill_packing
 from qerl_jax.rollout.engine import generate, stream
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
@@ -245,14 +245,19 @@ def test_fewer_prompts_run_in_the_programs_of_more(ended):
     assert_same_rows(more, range(8), whole, range(8))
 
 
-def test_prompts_in_many_prefills(policy, free, monkeypatch):
-    """Prefills of at most 4 tokens: one of two prompts, one of one prompt, and a longer prompt on its own."""
-    for name, value in (("_SIZES", (2, 4)), ("_WIDTH_MULTIPLE", 2), ("_WIDTHS", (2, 4))):
-        monkeypatch.setattr(prefill_packing, name, value)
-    lengths = [len(prompt) for prompt in PROMPTS]
-    batches = prefill_packing.pack_prompts(lengths, prefill_packing.prefill_shapes(len(lengths), max(lengths)))
-    assert [(batch.prompts, batch.shape.tokens) for batch in batches] == [(2, 4), (1, 16), (1, 2)]
-    assert_same_rows(generate(policy, PROMPTS, FREE, KEY), range(8), free, range(8))
+def test_prompts_in_many_prefills(policy):
+    """Seven prompts in prefills of 512 tokens, against one prompt at a time."""
+    prompts = [[*range(1, 61), *range(p, 40 + p)] for p in range(7)]
+    sizes, sampling = [], Sampling(2)
+
+    def note(name, args, _):
+        if name == "store_hidden":
+            sizes.append(int((args[4] > 0).sum()))
+
+    with noted_programs(note):
+        together = generate(policy, prompts, sampling, KEY)
+    assert sizes == [5, 2]
+    assert_same_rows(together, range(7), generate(policy, prompts, sampling, KEY, Engine(slots=1)), range(7))
 
 
 def test_room_for_more_changes_no_sample(policy):
@@ -476,18 +481,17 @@ def test_errors_name_the_numbers(policy):
         Prompts.from_lists([[1], [1, 2, 3]], length=2)
 
 
-def test_a_rollout_without_memory_says_what_to_lower(policy, monkeypatch):
+def test_a_rollout_without_memory_says_what_to_lower(policy):
     """With its numbers; a setting that a resumed run may change comes first. Other errors stay what they are."""
 
     def fail(*_):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(decode, "allocate", fail)
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes."
     words = r"with 8 slots of 8 tokens, .* of keys and values; lower rollout_memory_gb, with which a run can be resumed"
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words), calling(fail):
         generate(policy, PROMPTS, FREE, KEY)
     assert "rollout_memory_gb" in FREE_ON_RESUME
     message = "INTERNAL: something else"
-    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"), calling(fail):
         generate(policy, PROMPTS, FREE, KEY)

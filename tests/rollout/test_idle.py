@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 import pytest
-from helpers import fp32_policy
+from helpers import fp32_policy, noted_programs
 
-from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import Progress, stream
 from qerl_jax.types import Engine, Policy, Rollout, Sampling
 
@@ -28,17 +28,16 @@ def with_eos(policy: Policy, *ids: int) -> Policy:
 
 
 @pytest.fixture
-def steps(monkeypatch) -> list[np.ndarray]:
+def steps() -> Iterator[list[np.ndarray]]:
     """For each decoded chunk: which slot sampled a token in which step."""
-    seen, decode_chunk = [], decode.decode_chunk
+    seen = []
 
-    def watched(*args):
-        slots, active, sampled = decode_chunk(*args)
-        seen.append(np.asarray(sampled) >= 0)
-        return slots, active, sampled
+    def note(name, _, results):
+        if name == "decode_chunk":
+            seen.append(np.asarray(results[2]) >= 0)
 
-    monkeypatch.setattr(decode, "decode_chunk", watched)
-    return seen
+    with noted_programs(note):
+        yield seen
 
 
 def run(policy: Policy, prompts: int, sampling: Sampling, slots: int, limits=None) -> tuple[Progress, Rollout]:

@@ -12,7 +12,7 @@ import torch
 from helpers import fp32_policy
 from oracles import torch_qwen2
 
-from qerl_jax.rollout import decode, prefill_packing
+from qerl_jax.rollout import decode
 from qerl_jax.rollout.prefill import prefill
 from qerl_jax.rollout.prefill_packing import PrefillBatch, PrefillShape, pack_prompts, prefill_shapes
 from qerl_jax.rollout.shapes import RolloutShapes
@@ -135,18 +135,8 @@ def test_separate_prompts_shape_depends_on_nothing_else():
         assert length <= batch.shape.tokens < length + max(16, length / 4)
 
 
-@pytest.fixture
-def small_sizes(monkeypatch):
-    """Largest size 64 tokens, so that prompts at and beyond it are cheap to test."""
-    monkeypatch.setattr(prefill_packing, "_SIZES", (8, 16, 64))
-    monkeypatch.setattr(prefill_packing, "_WIDTH_MULTIPLE", 2)
-    monkeypatch.setattr(prefill_packing, "_WIDTHS", (2, 8))
-    monkeypatch.setattr(prefill_packing, "_SEVERAL_WIDTHS", 16)
-    monkeypatch.setattr(prefill_packing, "_CALL_COST", 4)
-
-
-def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(micro_dir, small_sizes):
-    """Hidden states, keys and values of prompts of 1 token to more than the bound, at their places in the caches. The
+def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(micro_dir):
+    """Hidden states, keys and values of prompts of 1 token to a whole batch, at their places in the caches. The
     filler's embedding is NaN, and the caches stay unchanged wherever no prompt's token belongs.
     """
     model, policy = torch_qwen2.load(micro_dir), fp32_policy(micro_dir, rank=0)
@@ -158,9 +148,16 @@ def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(micro_dir, s
     places = rng.permutation(len(prompts) + 1)[: len(prompts)].astype(np.int32)  # one place stays empty
     shapes = RolloutShapes(1, len(prompts) + 1, 72, 8, 1, 0)
     prompt_cache, _ = decode.allocate(policy, shapes, jax.random.key(0))
-    begin = 0
-    batches = packed(lengths)
-    assert {batch.shape.tokens for batch in batches} >= {8, 16, 64, 80} and any(batch.prompts > 3 for batch in batches)
+    begin, row, whole = 0, PrefillShape(64, 4, 64), PrefillShape(80, 1, 80)
+    small = PrefillBatch(1, PrefillShape(8, 4, 8)), PrefillBatch(3, PrefillShape(16, 4, 16))
+    batches = (
+        small[0],
+        PrefillBatch(1, row),
+        PrefillBatch(4, row),
+        PrefillBatch(1, whole),
+        small[1],
+        PrefillBatch(3, row),
+    )
     for batch in batches:
         chosen = range(begin, begin + batch.prompts)
         begin += batch.prompts
