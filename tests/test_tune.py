@@ -82,6 +82,12 @@ def test_another_model_adds_its_shapes_and_a_damaged_table_is_replaced(tmp_path)
     assert len(rows) == 6 * len(ROWS["warp"])
 
 
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_timed(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="the directory of the tuning table .*/file cannot be written"):
+        tune(MODEL, ADA, tmp_path / "file" / "table.json", 4, str, lambda group: pytest.fail("timed"))
+
+
 def test_configs_that_do_not_run_are_left_out(tmp_path):
     """Where none does, the table gets no row, and decode keeps the tier's."""
     path, said = tmp_path / "table.json", []

@@ -44,6 +44,9 @@ from qerl_jax.rewards.statements import stated_answer
         ("Case 1 gives \\boxed{4} apples, case 2 gives \\boxed{5}.", "5"),
         # What has no end is no statement, nor is a number that merely occurs, a heading or a sentence about answers.
         ("\\boxed{3} or rather \\boxed{12", "3"),
+        ("Answer: 7\n\\boxed{8", "7"),
+        ("#### 7\n<answer>8", "7"),
+        ("<answer>7</answer>\n####", "7"),
         ("The final answer is \\(\\boxed{12", None),
         ("</answer><answer>3", None),
         ("It is 7.", None),
