@@ -19,7 +19,7 @@ from qerl_jax import keys
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.evaluate import main
+from qerl_jax.evaluate import main, parse
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.lowered import as_in_sources
 from qerl_jax.models.lora import LoraConfig
@@ -59,6 +59,10 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
         (["--records", "."], "records . is a directory: name a file"),
         (["--output", "a.jsonl", "--records", "./a.jsonl"], "output and records are the same file, a.jsonl"),
         (["--problems-at-once", "0"], "problems_at_once must be at least 1, got 0"),
+        (
+            ["--backend", "vllm", "--dtype", "bfloat16", "--matmul-kernel", "xla"],
+            "matmul_kernel 'xla' contradicts backend 'vllm'",
+        ),
         (["--weight-format", "full"], "weight_format 'full' is a way to train: evaluate the model that"),
     ],
 )
@@ -66,6 +70,19 @@ def test_bad_input_is_one_line_and_exit_code_2(flags, words, capsys):
     assert main(["tiny", *replaced(SHORT, *flags)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("--backend vllm", {"rollout_backend": "vllm", "matmul_kernel": "auto"}),
+        ("--matmul-kernel xla", {"rollout_backend": "jax", "matmul_kernel": "xla"}),
+        ("--output a.json --records b.jsonl --problems-at-once 1", {"rollout_backend": "jax"}),
+    ],
+)
+def test_each_half_of_a_contradiction_is_taken(words, fields):
+    _, config = parse(["tiny", *words.split()])
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize("text", ['{"question": "1 + 1?", "answer": "2"}\n', '{"before": {}}', "[]", "a: b"])

@@ -84,7 +84,7 @@ def test_another_model_adds_its_shapes_and_a_damaged_table_is_replaced(tmp_path)
 
 def test_a_table_that_cannot_be_written_is_refused_before_anything_is_timed(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="the directory of the tuning table .*/file cannot be written"):
+    with pytest.raises(OSError, match=r"the directory of the tuning table .*/file cannot be written"):
         tune(MODEL, ADA, tmp_path / "file" / "table.json", 4, str, lambda group: pytest.fail("timed"))
 
 
