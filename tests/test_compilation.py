@@ -112,3 +112,9 @@ def test_arrays_are_committed_where_some_are():
     assert found["a"].unsafe_buffer_pointer() == tree["a"].unsafe_buffer_pointer()
     [same, placed, nothing] = found["b"]
     assert same is fixed and placed.sharding == fixed.sharding and placed.shape == (2,) and nothing is None
+
+    def traced(leaf):
+        assert settled([leaf, fixed])[0] is leaf
+        return leaf
+
+    jax.eval_shape(traced, tree["a"])
