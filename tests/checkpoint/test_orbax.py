@@ -17,7 +17,6 @@ import runs
 import small
 from rich.console import Console
 
-from qerl_jax.checkpoint import orbax as checkpoint
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import MANIFEST_FILE, Checkpointer, latest_step
 from qerl_jax.checkpoint.safetensors import CheckpointError
@@ -156,10 +155,11 @@ def test_a_checkpoint_of_another_config_or_model(state, saved):
         Checkpointer(saved, keep=None).restore(wider)
 
 
-@pytest.mark.parametrize(("limit", "keep"), [(0, 2), (100, 1), (4_000, 2), (20_000, 1)])
+@pytest.mark.parametrize(("limit", "keep"), [(0, 2), (100, 1), (4_000, 2), (20_000, 1), (900_000, 1)])
 def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, tmp_path, limit, keep, capfd):
+    """In its arrays, or in a manifest of a megabyte."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    checkpoints = Checkpointer(tmp_path, keep)
+    checkpoints = Checkpointer(tmp_path, keep, {"new": "x" * 1_000_000})
     with runs.full_disk(limit), pytest.raises(OSError, match="cannot be written") as error:
         checkpoints.save(at(state, 3))
     path = tmp_path / "checkpoints" / "3"
@@ -174,16 +174,10 @@ def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, 
     assert "Traceback" not in output.err + output.out
 
 
-def test_a_kill_before_the_manifest_leaves_the_one_checkpoint_to_keep(state, saved, tmp_path, monkeypatch):
-    """KeyboardInterrupt stands for it: nothing in `save` catches it."""
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
+def test_a_kill_before_the_manifest_leaves_the_one_checkpoint_to_keep(state, saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint, "write_json", killed)
-        Checkpointer(tmp_path, 1).save(at(state, 3))
+    Checkpointer(tmp_path, 3).save(at(state, 3))
+    (tmp_path / "checkpoints" / "3" / MANIFEST_FILE).unlink()
     again = Checkpointer(tmp_path, 1)
     assert again.incomplete_steps() == [3]
     assert_same(again.restore(state), at(state, 2))
@@ -191,17 +185,16 @@ def test_a_kill_before_the_manifest_leaves_the_one_checkpoint_to_keep(state, sav
     assert [path.name for path in again.directory.iterdir()] == ["3"]
 
 
-def test_a_kill_while_an_old_checkpoint_is_deleted(state, saved, tmp_path, monkeypatch):
-    """Half deleted it is incomplete, and goes when the run ends."""
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
+def test_an_end_while_an_old_checkpoint_is_deleted(state, saved, tmp_path):
+    """Half deleted it is incomplete, and goes when the run ends. A link to it cannot be deleted."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    checkpoints = Checkpointer(tmp_path, 2)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoints._manager, "delete", killed)
-        checkpoints.save(at(state, 3))
+    old, elsewhere = tmp_path / "checkpoints" / "1", tmp_path / "old"
+    old.rename(elsewhere)
+    old.symlink_to(elsewhere)
+    with pytest.raises(OSError, match="symbolic link"):
+        Checkpointer(tmp_path, 2).save(at(state, 3))
+    old.unlink()
+    elsewhere.rename(old)
     again = Checkpointer(tmp_path, 2)
     assert again.incomplete_steps() == [1] and again.latest_step() == 3
     again.close()

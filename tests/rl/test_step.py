@@ -13,15 +13,15 @@ import numpy as np
 import optax
 import pytest
 import torch
-from helpers import assert_trees_equal, fp32_policy, logprobs_of, randomized, with_norm_offsets
+from helpers import assert_trees_equal, fp32_policy, logprobs_of, noted_programs, randomized, with_norm_offsets
 from oracles import torch_qwen2
 from oracles.torch_updates import TorchUpdates
 from updates import make_batch, make_config
 
 from qerl_jax.checkpoint.adapter import map_layers
 from qerl_jax.config import Config
-from qerl_jax.rl import head, layer, optimizer
-from qerl_jax.rl import step as rl_step
+from qerl_jax.programs import calling
+from qerl_jax.rl import optimizer
 from qerl_jax.rl.adamw import learning_rate
 from qerl_jax.rl.metrics import empty_sums
 from qerl_jax.rl.state import init_state
@@ -317,28 +317,29 @@ def test_a_gradient_in_vectors_makes_the_step_of_its_arrays(micro, own):
     np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-6)
 
 
-def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch, monkeypatch):
+class Waited:
+    """A result of a program, which notes in `calls` that somebody waits for it."""
+
+    def __init__(self, array: jax.Array, calls: list):
+        self.array, self.calls = array, calls
+
+    def block_until_ready(self) -> None:
+        self.calls.append(("block_until_ready", (self,), None))
+
+
+def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch):
     """The host waits for what depends on the whole gradient and on all checks before it asks for memory."""
     calls = []
 
-    def recorded(module, name):
-        function = getattr(module, name)
+    def call(program, arguments, more):
+        result = program(*(each.array if isinstance(each, Waited) else each for each in arguments), **more)
+        result = Waited(result, calls) if program.__name__ == "stays_finite" else result
+        if program.__name__ in ("add_squares", "stays_finite", "apply"):
+            calls.append((program.__name__, arguments, result))
+        return result
 
-        def call(*arguments):
-            if name == "apply":
-                assert arguments[-1].is_ready()
-            result = function(*arguments)
-            calls.append((name, arguments, result))
-            return result
-
-        monkeypatch.setattr(module, name, call)
-
-    for name in ("add_squares", "stays_finite", "apply"):
-        recorded(optimizer, name)
-    recorded(jax, "block_until_ready")
-    grpo_step(init_state(micro, make_config()), micro.frozen, batch)
-    first = next(i for i, (name, *_) in enumerate(calls) if name == "add_squares")  # behind a wait for each micro-batch
-    calls = calls[first:-1]  # and the last is for all results
+    with calling(call):
+        grpo_step(init_state(micro, make_config()), micro.frozen, batch)
     names = ["add_squares"] * 2 + ["stays_finite"] * 2 + ["block_until_ready"] + ["apply"] * 2
     assert [name for name, *_ in calls] == names
     checked = calls[3][2]  # the last layer's, which takes the result of the one before
@@ -346,17 +347,14 @@ def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch
     assert all(arguments[-1] is checked for _, arguments, _ in calls[5:])
 
 
-def test_gradients_are_made_before_any_activation(micro, batch, monkeypatch):
-    """Those of all layers, once for all micro-batches."""
+def test_gradients_are_made_before_any_activation(micro, batch):
+    """Those of all layers, once for all micro-batches; the third zero is the norm's."""
     calls = []
-    for module, name in ((rl_step, "zeros_like"), (head, "embed"), (layer, "backward")):
-        function = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *arguments, name=name, function=function: calls.append(name) or function(*arguments)
-        )
-    grpo_step(init_state(micro, make_config(tokens_per_micro_batch=16)), micro.frozen, batch)
+    with noted_programs(lambda name, *_: calls.append(name)):
+        grpo_step(init_state(micro, make_config(tokens_per_micro_batch=16)), micro.frozen, batch)
+    calls = [name for name in calls if name in ("zeros_like", "embed", "backward")]
     assert calls[:3] == ["zeros_like", "zeros_like", "embed"] and calls.count("embed") > 1
-    assert calls.count("zeros_like") == 2 and calls.count("backward") == 2 * calls.count("embed")
+    assert calls.count("zeros_like") == 3 and calls.count("backward") == 2 * calls.count("embed")
 
 
 def test_an_optimizer_may_have_a_random_key_and_counts_in_its_state(micro, batch):
