@@ -65,9 +65,9 @@ def test_an_old_directory_returns_where_its_replacement_failed(tmp_path, monkeyp
             raise OSError("no")
         replace(source, destination)
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no"), atomic_directory(target) as directory:
+    with pytest.raises(OSError, match="no"), atomic_directory(target) as directory:
         (directory / "file").write_text("new")
-        patch.setattr(os, "replace", failing)
+        monkeypatch.setattr(os, "replace", failing)
     assert (target / "file").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
     (tmp_path / ".adapter.writing").mkdir()
     (tmp_path / ".adapter.writing/rest").touch()
