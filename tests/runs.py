@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,11 @@ import pyarrow.parquet
 from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.checkpoint.run_files import CONFIG_FILE
 from qerl_jax.config import Config
+from qerl_jax.programs import calling
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.state import init_state
 from qerl_jax.run.prepare import load
+from qerl_jax.types import TrainState
 
 PROBLEMS, COUNT = Path(__file__).parent / "data" / "arithmetic", 96
 """The first problems of the bundled dataset, and how many: all of it takes a second to encode."""
@@ -64,6 +67,23 @@ def full_disk(size: int):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def in_the_second_update(act: Callable[[], None]) -> Callable[[dict[str, float], TrainState], None]:
+    """A hook `on_step` of a run, by which `act` is called once, between the second rollout and its update."""
+    calls = contextlib.ExitStack()
+
+    def call(program: Callable, args: tuple, kwargs: dict) -> object:
+        if program.__name__ == "no_logprobs":
+            calls.close()
+            act()
+        return program(*args, **kwargs)
+
+    def on_step(_: dict[str, float], state: TrainState) -> None:
+        if int(state.step) == 1:
+            calls.enter_context(calling(call))
+
+    return on_step
 
 
 def config(directory: Path, **changes: object) -> Config:

@@ -25,7 +25,6 @@ from qerl_jax.evaluate import main as evaluate
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import EvaluationResults, read_metrics
-from qerl_jax.rl import step as update_step
 from qerl_jax.run import directory as run_directory
 from qerl_jax.types import TrainState
 
@@ -214,22 +213,20 @@ def test_a_run_that_ends_early_says_truly_what_is_saved(place, capfd):
     assert capfd.readouterr().err.strip() == "interrupted; there is no checkpoint to resume from"
 
 
-@pytest.mark.nightly
-def test_a_run_goes_on_with_the_memory_settings_that_its_error_names(place, monkeypatch, capfd):
+def test_a_run_goes_on_with_the_memory_settings_that_its_error_names(place):
     """The device has no memory left in the second update: one line of advice, step 1 saved, and the advice works."""
-    update = update_step._step
 
-    def exhausted(state, *rest):
-        if int(state.step) == 1:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
-        return update(state, *rest)
+    def exhausted() -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
 
     flags = training(place)
     flags[flags.index("--save-steps") + 1] = "50"
-    with monkeypatch.context() as patch:
-        patch.setattr(update_step, "_step", exhausted)
-        said = error_of(train.main, flags, place, capfd)
-    assert_says(said, "the update ran out of memory: …; lower update_memory_gb below …, tokens_per_micro_batch or …")
+    with pytest.raises(MemoryError) as failed:
+        train.train(train.parse(flags), on_step=runs.in_the_second_update(exhausted))
+    assert_says(
+        f"error: {failed.value}",
+        "the update ran out of memory: …; lower update_memory_gb below …, tokens_per_micro_batch or …",
+    )
     assert latest_step(place / "run") == 1
     smaller = ["--update-memory-gb", "0.001", "--tokens-per-micro-batch", "128", "--logprob-chunk-size", "8"]
     assert train.main([*flags, "--resume", "auto", *smaller]) == 0

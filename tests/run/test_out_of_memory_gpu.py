@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 import runs
 import small
-from command_lines import ROWS, error_of, lines, replaced, training
+from command_lines import ROWS, lines, replaced, training
 
 from qerl_jax import train
 from qerl_jax.checkpoint.orbax import latest_step
@@ -49,31 +49,27 @@ def place(tmp_path) -> Path:
     return tmp_path
 
 
-def test_memory_that_another_takes_before_the_second_update(place, monkeypatch, capfd):
+def test_memory_that_another_takes_before_the_second_update(place, capfd):
     """All but 100 MB is taken after the second rollout. The state of step 1, which was not due, is saved, and the run
     goes on once the memory is free again.
     """
-    make_batch, calls, taken = train.make_batch, [], []
+    taken: list[jax.Array] = []
 
-    def take_all(*arguments: object) -> object:
-        calls.append(1)
-        batch = jax.block_until_ready(make_batch(*arguments))
-        if len(calls) == 2:
-            for size in (1 << 30, 1 << 28, 1 << 26):
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    while True:
-                        taken.append(jax.block_until_ready(jnp.zeros(size, jnp.uint8)))
-            del taken[-2:]
-        return batch
+    def take_all() -> None:
+        for size in (1 << 30, 1 << 28, 1 << 26):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                while True:
+                    taken.append(jax.block_until_ready(jnp.zeros(size, jnp.uint8)))
+        del taken[-2:]
 
     flags = training(place, *SIZES, "--save-steps", "50")
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "make_batch", take_all)
-        said = error_of(train.main, flags, place, capfd)
+    with pytest.raises(MemoryError) as failed:
+        train.train(train.parse(flags), on_step=runs.in_the_second_update(take_all))
+    said = f"error: {failed.value}"
     taken.clear()
     with capfd.disabled():
         print(said)
-    assert re.fullmatch(LINE, of_ours(said))
+    assert re.fullmatch(LINE, said)
     assert latest_step(place / "run") == 1 and [row["step"] for row in read_metrics(place / "run")] == [1]
     assert train.main([*flags, "--resume", "auto"]) == 0
     assert [row["step"] for row in read_metrics(place / "run")] == [1, 2]
