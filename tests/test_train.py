@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import shutil
 from pathlib import Path
 
 import jax
@@ -20,21 +18,19 @@ from rich.console import Console
 
 from qerl_jax import train
 from qerl_jax.checkpoint.assets import model_path
-from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.safetensors import open_checkpoint
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.command import STOPPED
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.data.files import DataError
-from qerl_jax.data.problems import Problem
-from qerl_jax.evaluation import Evaluation, evaluate
+from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import with_rewards
-from qerl_jax.types import Sampling, TrainState
+from qerl_jax.types import TrainState
 
 
 @pytest.fixture(scope="module")
@@ -155,18 +151,6 @@ def test_completions_of_a_run_agree_with_its_metrics(finished):
     assert {True, False} == set(drawn)
 
 
-def test_a_copy_of_a_run_goes_on(finished, tmp_path):
-    """From the checkpoint after step 3, the last step again: the same end and the same files."""
-    through, config = finished
-    directory = shutil.copytree(through, tmp_path / "copy")
-    shutil.rmtree(directory / "checkpoints" / "4")
-    said = Console(file=io.StringIO())
-    train.train(dataclasses.replace(config, output_dir=str(directory), resume="auto"), said)
-    assert "resuming after step 3 of 4" in said.file.getvalue()
-    runs.assert_same_run(through, directory)
-    assert runs.read_json(through / "evaluation.json") == runs.read_json(directory / "evaluation.json")
-
-
 STOPPING = """
 import os, signal
 sent = []
@@ -181,7 +165,8 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, capfd):
     directory = tmp_path / "stopped"
     (tmp_path / "own.py").write_text(STOPPING.format(metrics=str(directory / "metrics.jsonl")))
     reward = {"reward_funcs": (f"{tmp_path / 'own.py'}:reward",), "reward_weights": None, "reward_workers": 0}
-    config = runs.config(directory, dataset="arithmetic", max_steps=1000, save_steps=400, **reward)
+    settings = {"num_iterations": 1, "dynamic_sampling": False, "beta": 0.0}
+    config = runs.config(directory, dataset="arithmetic", max_steps=500, save_steps=400, **reward, **settings)
     (tmp_path / "config.yaml").write_text(dump(config))
     assert train.main(["--config", str(tmp_path / "config.yaml")]) == STOPPED
     output = capfd.readouterr().out
@@ -273,7 +258,7 @@ def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path):
         return logp * jnp.nan, {}
 
     directory = tmp_path / "poisoned"
-    config = runs.config(directory, max_steps=1, dynamic_sampling=False)
+    config = runs.config(directory, max_steps=1, dynamic_sampling=False, beta=0.0)
     with pytest.raises(ValueError, match="none of 1 steps trained anything: loss, gradient or new parameters"):
         train.train(config, token_loss=poisoned, on_step=lambda _, state: states.append(state))
     policy = prepare.load(config)
@@ -362,12 +347,3 @@ def test_kernels_that_cannot_run_are_refused(tmp_path, capsys, nothing_compiled_
         error = capsys.readouterr().err
         assert error.startswith("error: ") and words in error, error
     assert not (tmp_path / "out").exists()
-
-
-def test_evaluate_counts_the_bundled_policy():
-    """`evaluate` against a count by hand over its own completions, and its interval against known values."""
-    policy = load_policy(model_path("tiny"), "nvfp4", dtype=jnp.float32)
-    problems = [Problem(i, "Tom has 3 apples. He buys 4 more. How many?", "7") for i in range(6)]
-    result = evaluate(policy, problems, Sampling(24, temperature=0.0, num_generations=2))
-    assert result.accuracy in (0.0, 1.0)  # greedy: six equal problems, two equal completions each
-    assert (result.problems, result.generations, result.pass_at_k) == (6, 2, result.accuracy)
