@@ -162,7 +162,9 @@ def environment(sources: Sequence[Path]) -> bytes:
     for path in sources:
         found.update(f"{path}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
     gpu, device = dispatch.this_gpu(), jax.local_devices()[0]
-    settings = sorted(jax.config.values.items()), os.environ.get("XLA_FLAGS")
+    # Which GPU is a process's own is no matter to what it runs there: those of a run share their programs.
+    settings = sorted(pair for pair in jax.config.values.items() if not pair[0].endswith("_visible_devices"))
+    settings = settings, os.environ.get("XLA_FLAGS")
     found.update(repr((_versions(), gpu, device.platform, device.device_kind, settings)).encode())
     if gpu.own_table is not None:
         found.update(Path(gpu.own_table).read_bytes())

@@ -60,7 +60,7 @@ class Replicas:
     Attributes:
       index: of this replica.
       count: D, replicas.
-      link: to the others; None: there are none.
+      link: to the others; None: there are none, or this describes a process elsewhere, whose programs are recorded.
       tensor_parallel: devices of each replica, over which its layers are divided (`partition`).
     """
 
@@ -112,6 +112,8 @@ class Replicas:
         The device's work on the vector ends before the replicas agree to go on, so that a lack of memory comes to light
         before another device waits. Raises as `gather`.
         """
+        if self.link is None:
+            return [jax.ShapeDtypeStruct((size,), vector.dtype, sharding=vector.sharding) for size in sizes]
         if not isinstance(vector, jax.ShapeDtypeStruct):
             jax.block_until_ready(vector)
             self.agree()

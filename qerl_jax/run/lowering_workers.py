@@ -28,7 +28,7 @@ from qerl_kernels.gpu import Gpu
 
 from qerl_jax import driver
 from qerl_jax.lowered import LoweredPrograms, are_as_begun, are_kept
-from qerl_jax.parallel import ALONE, Replicas
+from qerl_jax.parallel import Replicas
 from qerl_jax.programs import record
 from qerl_jax.run.hooks import Hooks
 
@@ -54,13 +54,13 @@ class _Target:
 def useful_workers(
     hooks: Hooks, replicas: Replicas, gpus: Sequence[driver.Described] | None = None, cores: int | None = None
 ) -> int:
-    """One for each four cores, four at most, where a command's only process runs on a Hopper (Mosaic GPU lowers for one
-    where it sees no GPU) without functions of the user's; else none.
+    """One for each four cores, four at most, beside the first process of a command that runs on Hoppers (Mosaic GPU
+    lowers for one where it sees no GPU), one for each process, without functions of the user's; else none.
 
     Args:
       gpus, cores: that this process may use; None: as the system says.
     """
-    if hooks != Hooks() or replicas != ALONE or not are_kept():
+    if hooks != Hooks() or not replicas.is_first or replicas.tensor_parallel > 1 or not are_kept():
         return 0
     gpus, cores = driver.gpus() if gpus is None else gpus, cores or len(os.sched_getaffinity(0))
     return min(cores // _CORES_OF_ONE, _MOST) if gpus and gpus[0].gpu.tier == "wgmma" else 0

@@ -148,7 +148,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         refuse_oversized(config, limit, replicas.count, replicas.tensor_parallel)
         if kept := LoweredPrograms.beside_compiled():
             kept.on_missing = functools.partial(workers.begin, kept)
-            workers.submit(rehearse_run, config, hooks, limit)
+            workers.submit(rehearse_run, config, hooks, limit, dataclasses.replace(replicas, link=None))
         programs = Ahead(done=functools.partial(say, console), kept=kept)
         programs.submit(rehearse_run, config, hooks, limit, replicas)
         if config.adapter is not None:

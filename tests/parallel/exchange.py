@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,11 @@ import numpy as np
 from qerl_jax import launch
 from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.config import Config
+from qerl_jax.lowered import LoweredPrograms, environment
 from qerl_jax.parallel import ReplicaError, Replicas
+from qerl_jax.programs import record
 from qerl_jax.rl.adamw import AdamW
+from qerl_jax.rl.reduction import checksum
 from qerl_jax.types import TrainState
 
 
@@ -30,6 +34,7 @@ def exchanges(replicas: Replicas) -> int:
     say(all(part.devices() == set(jax.local_devices()) for part in parts))
     say(replicas.broadcast(f"from {index}"))
     say(restored(replicas))
+    say(lowered(replicas))
     try:
         with replicas:
             if index == 1:
@@ -54,6 +59,15 @@ def restored(replicas: Replicas) -> list[float]:
     replicas.agree()
     found = Checkpointer(os.environ["PLACE"], None).restore(state)
     return np.asarray(found.norms["layers"][0]["norm"]["weight"]).tolist()
+
+
+def lowered(replicas: Replicas) -> list[str]:
+    """Programs in a folder in which each process has lowered one, on a machine where each has a GPU of its own."""
+    jax.config.update("jax_cuda_visible_devices", str(replicas.index))
+    kept = LoweredPrograms(Path(os.environ["PLACE"]) / "lowered", environment([]))
+    record(checksum, jnp.arange(3.0), kept=kept)
+    replicas.agree()
+    return [file.name.split("-")[0] for file in kept.directory.iterdir()]
 
 
 def say(value: object) -> None:

@@ -19,7 +19,9 @@ import pytest
 from replicas import on_replicas, under_slurm
 
 from qerl_jax.cluster import Cluster
+from qerl_jax.compilation import committed
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
+from qerl_jax.programs import record
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -73,6 +75,13 @@ def test_a_failure_ends_all_with_its_reason():
     assert isinstance(second, KeyError)
     for other in (first, third):
         assert isinstance(other, ReplicaError) and str(other) == "replica 1 failed: KeyError: 'a reason'"
+
+
+def test_the_shapes_of_a_sum_are_known_without_a_link():
+    """To a process that records the programs of another one."""
+    shape, found = committed(jax.ShapeDtypeStruct((7,), "float32")), []
+    [summed] = record(lambda: found.append(link_of({}, 1, 2).all_reduce(shape, (4, 0, 3))))
+    assert summed.function.__name__ == "_reduced" and Replicas(1, 2).sum(shape, (4, 0, 3)) == found[0]
 
 
 def test_a_difference_is_an_error_that_names_the_values():
@@ -223,11 +232,14 @@ def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, 
     assert words == f"--kill-on-bad-exit=0 {sys.executable} -m qerl_jax.train --resume auto --model m\n"
     tenth = float(np.float32(0.1) + np.float32(0.1))
     for index, output in enumerate(outputs):
-        small, large, parts, is_on_each, first, restored, error, processes = map(json.loads, output.splitlines())
+        small, large, parts, is_on_each, first, restored, lowered, error, processes = map(
+            json.loads, output.splitlines()
+        )
         assert small == [[[""], []], [["é"], [0]]]
         assert large == [[0, 0], [1_500_000, 1_500_000 * 1_499_999]]
         assert parts == [[tenth], [], [0.0, 1.0, 2.0, 3.0]]
         assert is_on_each
         assert first == "from 0" and restored == [0.0, 1.0, 2.0]
+        assert lowered == ["checksum"]  # once, for both
         assert error == ["replica 1 failed: KeyError: 'a reason'", "raised"][index]
         assert processes == [2, 3]  # of a command that wants three: the cluster's; its own in a step of one process

@@ -138,7 +138,7 @@ def test_no_more_workers_than_the_system_starts(monkeypatch):
 
 
 def test_where_workers_are_useful(tmp_path):
-    """The only process of a command, with a cache, on a Hopper with cores to spare."""
+    """Beside the first process of a command, with a cache, on a Hopper of its own with cores to spare."""
     hopper, ada = (Described(gpu, 1 << 34) for gpu in (H200, gpu_of("NVIDIA RTX 4090", 89, 128)))
 
     def workers(gpus=(hopper,), cores=16, replicas=ALONE, **functions):
@@ -151,7 +151,8 @@ def test_where_workers_are_useful(tmp_path):
         with as_in_sources():
             assert [workers(cores=cores) for cores in (2, 8, 16, 128)] == [0, 2, 4, 4]
             assert [workers(gpus) for gpus in ((ada,), (), (hopper, hopper))] == [0, 0, 4]
-            assert workers(with_reference=True) == workers(replicas=Replicas(0, 2)) == 0
+            assert [workers(replicas=Replicas(index, 2)) for index in range(2)] == [4, 0]
+            assert workers(with_reference=True) == workers(replicas=Replicas(tensor_parallel=2)) == 0
             jax.config.update("jax_compilation_cache_dir", None)
             assert workers() == 0
     finally:
