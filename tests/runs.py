@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -59,14 +59,19 @@ TIMES = ("time/", "step_time", "tokens_per_second", "compilations")  # metrics o
 
 
 @contextlib.contextmanager
-def full_disk(size: int):
-    """A file cannot grow beyond `size` bytes (EFBIG): what a quota or a full disk does, for any user."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+def limited(kind: int, value: int) -> Iterator[None]:
+    """This process has a limit of the system's, `resource.RLIMIT_NOFILE` for one."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(kind, before)
+
+
+def full_disk(size: int) -> contextlib.AbstractContextManager[None]:
+    """A file cannot grow beyond `size` bytes (EFBIG): what a quota or a full disk does, for any user."""
+    return limited(resource.RLIMIT_FSIZE, size)
 
 
 def in_the_second_update(act: Callable[[], None]) -> Callable[[dict[str, float], TrainState], None]:

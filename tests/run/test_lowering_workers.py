@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from types import MappingProxyType
 
 import jax
 import pytest
+import runs
 from qerl_kernels.gpu import H200, gpu_of
 
 from qerl_jax.config import Config
@@ -131,9 +133,8 @@ def test_a_program_that_takes_too_long_elsewhere_is_the_last_that_is_waited_for(
     assert times[0] >= 0.1 > times[1]
 
 
-def test_no_more_workers_than_the_system_starts(monkeypatch):
-    monkeypatch.syspath_prepend("x" * (1 << 18))  # longer than one string of a process's environment can be
-    with contextlib.closing(LoweringWorkers(2)) as workers:
+def test_no_more_workers_than_the_system_starts():
+    with runs.limited(resource.RLIMIT_NOFILE, 3), contextlib.closing(LoweringWorkers(2)) as workers:
         assert workers.processes == []
 
 
