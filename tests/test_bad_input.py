@@ -133,7 +133,7 @@ def test_datasets(case, place, capfd):
     assert not (place / "run").exists()
 
 
-@pytest.mark.parametrize("case", ["an adapter for a wider base", "an adapter that is not finite"])
+@pytest.mark.parametrize("case", ["an adapter for a wider base", "an adapter that is not finite", "another vocabulary"])
 def test_adapters(case, place, capfd):
     """What `export` refuses about an adapter and its base, the other command lines refuse."""
     damage, message = test_export_command.BAD[case]

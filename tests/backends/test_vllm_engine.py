@@ -23,6 +23,7 @@ from qerl_jax import LoraConfig, Prompts, Sampling, aqn, generate, keys, load_po
 from qerl_jax.backends.vllm_engine import VllmEngine, VllmError, Weights, assemble, row_seeds, sampling_arguments
 from qerl_jax.backends.vllm_settings import check, engine_options, refuse_version
 from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.types import FinishReason, completion_ids
 
@@ -133,6 +134,12 @@ def test_the_weights_of_an_exported_adapter_are_the_policys(policy, base, tmp_pa
         assert ours.keys() == theirs.keys()
         assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
     assert stored.config.rank == 4
+    for name in small.TOKENIZER:
+        shutil.copy(base / name, tmp_path / "adapter" / name)
+    Weights.of_files(base, tmp_path / "adapter")
+    (tmp_path / "adapter" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    with pytest.raises(CheckpointError, match="the tokenizer is not the base's: chat_template is"):
+        Weights.of_files(base, tmp_path / "adapter")
 
 
 def test_greedy_completions_are_the_engines_own(running, policy):
