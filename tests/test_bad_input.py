@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,16 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
         small.nvfp4,
         smaller_embedding,
         "MODEL: the tokenizer's ids reach 511, but the embedding has vocab_size 500 rows",
+    ),
+    "a head beside a tied embedding": (
+        functools.partial(small.bf16, shards=1, tie_word_embeddings=True),
+        tensors(lambda all_: all_.update({names.LM_HEAD: 2 * all_[names.EMBED]})),
+        f"{FILE}: '{names.LM_HEAD}' differs from '{names.EMBED}', but config.json says tie_word_embeddings true",
+    ),
+    "a chat template without the message": (
+        small.nvfp4,
+        lambda model: (model / "chat_template.jinja").write_text("{{ bos_token }}Hello"),
+        "MODEL: the chat template loses the user's message; of '…' it makes '…Hello'",
     ),
     "no tokenizer": (
         small.nvfp4,

@@ -261,6 +261,9 @@ def test_overwrite_replaces_exports_and_nothing_else(tmp_path, capsys):
     (papers / "thesis").write_text("x")
     for kind in ("peft", "vllm", "merged", "peft"):
         assert main([str(run), str(out), "--as", kind, "--overwrite"]) == 0
+    served = tmp_path / "served"
+    assert main([str(run), str(served), "--as", "vllm"]) == 0
+    (served / "adapter" / "mine").mkdir()
     (out / "notes").mkdir()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     capsys.readouterr()
@@ -272,6 +275,8 @@ def test_overwrite_replaces_exports_and_nothing_else(tmp_path, capsys):
         (papers, "is no model directory"),
         (papers / "thesis", "is no model directory"),
         (out, "also holds the directory 'notes'"),
+        (served, "adapter also holds the directory 'mine'"),
+        (papers / "thesis" / "out", "the directory of the output"),
     ):
         assert main([str(run), str(dst), "--overwrite"]) == 2
         assert said in " ".join(capsys.readouterr().err.split())

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from qerl_jax import train
 from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.safetensors import open_checkpoint
 from qerl_jax.config import ConfigError
 from qerl_jax.export import export
 from qerl_jax.reporting.metrics import read_metrics
@@ -64,7 +65,9 @@ def test_its_weights_are_the_model_that_is_exported(short, tmp_path):
     """In place of an adapter; another model than the one it began with."""
     directory, _, state = short
     assert not (directory / "adapter").exists()
-    export(directory, tmp_path / "out", "merged")
+    told: list[tuple[str, int, int]] = []
+    export(directory, tmp_path / "out", "merged", progress=lambda *call: told.append(call))
+    assert told[-1] == ("check", *[len(open_checkpoint(tmp_path / "out"))] * 2)
     exported, first = (fp32_policy(place, rank=0) for place in (tmp_path / "out", model_path("tiny")))
     trained = state.weights, state.norms
     chex.assert_trees_all_close((exported.frozen, exported.norms), trained, rtol=2.0**-8)  # the file may hold bf16

@@ -114,6 +114,7 @@ def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):
         (source, notes, "is no model directory"),
         (source, notes / "config.json", "is no model directory"),
         (source, used, "also holds the directory 'runs'"),
+        (source, notes / "config.json" / "out", "the directory of the output"),
     ):
         (models / "other").mkdir(exist_ok=True)
         assert quantize.main([str(src), str(dst), "--overwrite"]) == 2

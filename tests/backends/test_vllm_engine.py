@@ -106,6 +106,12 @@ def test_every_update_reaches_vllm_and_the_adapter_before_it_leaves(running, pol
     assert [path.name for path in engine.directory.iterdir() if path.is_dir()] == [f"adapter-{numbers[1]}"]
 
 
+def test_completions_beyond_the_models_positions_are_refused(running):
+    engine, _ = running
+    with pytest.raises(ValueError, match=r"4 tokens and 253 new ones exceed.*max_position_embeddings 256"):
+        engine.sample(PROMPTS, dataclasses.replace(SAMPLING, max_new_tokens=253), KEY)
+
+
 def test_norms_keep_their_fp32_bits(running, policy):
     """A σ of 1e-4 is lost in bf16, whose spacing above 1 is 2^-7."""
     engine, _ = running

@@ -206,8 +206,11 @@ def test_vllm_base_keeps_quantized_shards(tmp_path):
     """Codes, scales and every other tensor stay bit for bit, in their shards; the norms are fp32."""
     quantize_checkpoint(small.bf16(tmp_path / "bf16", shards=2), tmp_path / "nvfp4")
     policy, out = trained(tmp_path / "nvfp4", ALL), tmp_path / "out"
-    export(stored(policy, tmp_path / "adapter"), out, "vllm", str(tmp_path / "nvfp4"))
+    told: list[tuple[str, int, int]] = []
+    given = stored(policy, tmp_path / "adapter"), out, "vllm", str(tmp_path / "nvfp4")
+    export(*given, progress=lambda *call: told.append(call))
     before, after = (st.open_checkpoint(folder) for folder in (tmp_path / "nvfp4", out / "base"))
+    assert told[-1] == ("check", len(after), len(after))
     assert set(before) == set(after) and len({after.file_of(name) for name in after}) == 2
     for name in before:
         assert after.file_of(name).name == before.file_of(name).name
@@ -245,7 +248,9 @@ def test_norms_alone(tmp_path):
     assert export(adapter, tmp_path / "vllm", "vllm", str(base)) == [f"vllm serve {tmp_path}/vllm/base"]
     assert not (tmp_path / "vllm/adapter").exists()
     np.testing.assert_allclose(ours, of_torch(tmp_path / "vllm/base"), atol=2e-4)
-    export(adapter, tmp_path / "merged", "merged", str(base))
+    told: list[tuple[str, int, int]] = []
+    export(adapter, tmp_path / "merged", "merged", str(base), progress=lambda *call: told.append(call))
+    assert told[-1] == ("check", *[len(st.open_checkpoint(tmp_path / "merged"))] * 2)
     assert_rounded_once(st.open_checkpoint(tmp_path / "merged"), exact(policy, dict(st.open_checkpoint(base))))
 
 
