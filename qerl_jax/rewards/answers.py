@@ -53,6 +53,8 @@ def parse_number(text: str, decimal_comma: bool = False) -> Fraction | None:
     if len(text) > _LONGEST:
         return None
     text = unbox(text).strip()
+    if text.isascii() and text.isdigit():  # as most answers of a dataset are; the rest takes 80 µs
+        return Fraction(int(text))
     for pattern, replacement in _LATEX if "\\" in text or "{" in text else ():
         text = pattern.sub(replacement, text)
     for pattern, replacement in _NOTATION:

@@ -49,13 +49,32 @@ def init_state(
         cursor=jnp.int32(0),
         norms=policy.norms,
         lora=policy.lora,
-        opt_state=optimizer.init(trained_trees(policy.lora, policy.norms, weights, config)),
+        opt_state=_initial(
+            optimizer, trained_trees(policy.lora, policy.norms, weights, config), policy.config.num_layers
+        ),
         reference_norms=base if keep_reference else None,
         model=policy.config,
         config=config,
         optimizer=optimizer,
         weights=weights,
     )
+
+
+def _initial(optimizer: optax.GradientTransformation | AdamW, trained: dict[str, Any], layers: int) -> Any:
+    """The optimizer's state before the first update. The config's AdamW treats every array by itself, so one program
+    makes the part of each layer, in place of two dispatches for each of hundreds of arrays.
+    """
+    if not isinstance(optimizer, AdamW):
+        return optimizer.init(trained)
+    parts = [at_layer(trained, layer) for layer in range(layers)]
+    parts += [outside_layers(trained)] if "weights" in trained else []
+    return from_layers([_initial_part(optimizer, part) for part in parts])
+
+
+# Arguments whose values do not matter are kept, so that the results are committed to a device where the arguments are.
+@program(keep_unused=True)
+def _initial_part(optimizer: AdamW, trained: dict[str, Any]) -> Any:
+    return optimizer.init(trained)
 
 
 @jax.jit

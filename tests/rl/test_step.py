@@ -19,12 +19,13 @@ from oracles.torch_updates import TorchUpdates
 from updates import make_batch, make_config
 
 from qerl_jax.checkpoint.adapter import map_layers
+from qerl_jax.compilation import committed
 from qerl_jax.config import Config
 from qerl_jax.programs import calling
 from qerl_jax.rl import optimizer
-from qerl_jax.rl.adamw import learning_rate
+from qerl_jax.rl.adamw import learning_rate, make_optimizer
 from qerl_jax.rl.metrics import empty_sums
-from qerl_jax.rl.state import init_state
+from qerl_jax.rl.state import init_state, trained_trees
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
 
@@ -301,6 +302,18 @@ def test_a_single_parameter_that_becomes_nan_is_not_applied(micro):
         after, metrics = optimizer.apply_gradients(state, parts, empty_sums(["loss", "tokens", "trained_tokens"]))
         assert float(metrics["skipped"]) == is_skipped
         assert_trees_equal(after.lora, adapters if is_skipped else jax.tree.map(jnp.zeros_like, lora))
+
+
+@pytest.mark.parametrize("changes", [{}, {"train_norms": True}, {"weight_format": "full", "lora_rank": 0}])
+def test_the_optimizer_begins_as_optax_begins_over_the_whole_tree(micro, micro_dir, changes):
+    """Committed to a device where what it trains is."""
+    config = make_config(**changes)
+    policy = fp32_policy(micro_dir, rank=0) if "lora_rank" in changes else micro
+    for placed in (policy, committed(policy)):
+        state = init_state(placed, config)
+        whole = make_optimizer(config).init(trained_trees(state.lora, state.norms, state.weights, config))
+        assert_trees_equal(state.opt_state, whole)
+        assert {leaf.committed for leaf in jax.tree.leaves(state.opt_state)} == {placed is not policy}
 
 
 @pytest.mark.parametrize("own", [None, optax.sgd(0.1)], ids=["adamw", "own"])
