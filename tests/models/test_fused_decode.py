@@ -92,9 +92,7 @@ def traced(model, batch_invariant=False):
     ("targets", "dense"),
     [
         (ALL, ()),
-        (ALL, ("qkv_proj",)),
         (ALL, ("o_proj", "down_proj")),
-        (("q_proj", "v_proj"), ()),
         (("k_proj", "up_proj", "down_proj"), ("gate_up_proj",)),
         ((), ()),
     ],
