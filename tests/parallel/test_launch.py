@@ -118,7 +118,7 @@ def test_a_process_takes_neighbouring_gpus(index, own):
 )
 def test_sizes_of_a_replica_that_are_not_there(size, most, said):
     with pytest.raises(ConfigError) as error:
-        launch.refuse_size(size, 2, most)
+        launch.start_of(launch.Devices(tensor_parallel_size=size), 2, most)
     assert str(error.value) == said
 
 

@@ -236,6 +236,9 @@ def test_policies_that_cannot_be_trained_whole_are_refused(directories):
     quantized = fp32_policy(directories / "Llama", rank=0, weight_format="nvfp4")
     with pytest.raises(ValueError, match="'full' trains unquantized weights, the policy's are Nvfp4"):
         init_state(quantized, full_config())
+    divided = adapted.replace(lora_config=LoraConfig(0), config=dataclasses.replace(adapted.config, tensor_parallel=2))
+    with pytest.raises(ValueError, match="on one GPU, not with tensor_parallel_size 2"):
+        init_state(divided, full_config())
     with pytest.raises(ValueError, match="rank 0, the config has lora_rank 2"):
         init_state(
             fp32_policy(directories / "Llama", rank=0),

@@ -121,7 +121,9 @@ def test_a_model_that_does_not_fit_a_gpu_is_told_over_how_many_it_does():
     memory.refuse_oversized(config, 141e9, 3, 1)
     with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide"):
         memory.refuse_oversized(config, 141e9, 1, 3)
-    assert not memory.run_fits(dataclasses.replace(config, batch_invariant=True), 141e9, 1, 4)
+    undivided = dataclasses.replace(config, batch_invariant=True)  # but over two, and with any number of processes
+    for fits in (memory.run_fits, memory.evaluation_fits):
+        assert [fits(undivided, 141e9, 4, size) for size in (2, 4)] == [True, False]
 
 
 def test_processes_need_memory_for_their_own_completions():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import dataclasses
 import os
@@ -20,7 +21,9 @@ from replicas import Store, ThreadLink, on_replicas
 
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
-from qerl_jax.config import Config, load
+from qerl_jax.config import Config, ConfigError, load
+from qerl_jax.data.problems import Problem
+from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.parallel import Replicas
@@ -96,6 +99,8 @@ def test_a_run_goes_on_or_begins_anew(running, capsys):
         assert load(directory / "config.yaml").max_steps == own.config.max_steps
         return *found, capsys.readouterr().out
 
+    with pytest.raises(ConfigError, match="holds a run already"):
+        begun()
     there, found, said = begun(resume="auto", max_steps=60)
     assert int(found.step) == 2 and (there.phases.step, there._first, there._tokens) == (3, 2, 2)
     assert [row["step"] for row in there.metrics.rows] == [1, 2] and there.evaluations.all() == {"before": result}
@@ -107,6 +112,21 @@ def test_a_run_goes_on_or_begins_anew(running, capsys):
     assert (there.metrics.rows, there.evaluations.all(), latest_step(directory)) == ([], {}, None)
     assert "50 updates are no more than num_stages 70" in said
     assert {path.name for path in directory.iterdir()} >= {"notes"} and "resuming" not in said
+
+
+def test_replicas_with_other_problems_begin_nothing(running):
+    run, _, state = running
+    config = dataclasses.replace(run.config, overwrite=True)
+    before = sorted(run.directory.iterdir())
+
+    def begin(replicas: Replicas) -> None:
+        items = [EncodedProblem(Problem(0, "?", str(replicas.index)), array.array("i", [1]))]
+        own = dataclasses.replace(run, config=config, replicas=replicas, stream=ProblemStream((items,), None, 0))
+        begin_run(own, state)
+
+    for error in on_replicas(2, begin):
+        assert str(error).startswith("the replicas differ in model, data or functions, by fingerprint: [{")
+    assert sorted(run.directory.iterdir()) == before
 
 
 def test_a_signal_to_one_replica_stops_all_after_the_same_step(running):
@@ -142,6 +162,14 @@ def test_a_signal_that_comes_late_stops_the_run_with_a_checkpoint_all_the_same(r
         assert not recorder.end_step(after(state, 3)) and latest_step(run.directory) is None
         assert recorder.end_step(after(state, 4)) and recorder.stopped == signal.SIGTERM
     assert latest_step(run.directory) == 4
+
+
+def test_ten_steps_in_a_row_that_change_nothing_end_a_run(running):
+    _, recorder, state = running
+    for step in range(3, 13):
+        recorder.metrics.append(step, {"skipped": 1.0})
+    with pytest.raises(ValueError, match="steps 3 to 12 changed nothing: loss, gradient or new parameters"):
+        recorder.end_step(after(state, 12))
 
 
 class Panic(BaseException):
