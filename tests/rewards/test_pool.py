@@ -99,16 +99,16 @@ def test_results_come_in_order(mine):
 def test_each_failure_is_one_items(mine):
     """Every kind of failure in one batch; the other rows are graded, and the time limit is reported once."""
     told: list[str] = []
-    texts = ["a", "hang", "bb", "exit", "segfault", "ccc", "memory", "exit", "spin", "dddd"]
+    texts = ["a", "hang", "bb", "exit", "segfault", "ccc", "stop", "memory", "exit", "spin", "dddd"]
     with load_rewards((f"{mine}:act",), 2, 1.5, told.append) as rewards:
         reward = rewards[f"{mine}:act"]
-        totals, parts = functions.score({"mine": reward}, (1.0,), list("0123456789"), texts, [""] * 10)
+        totals, parts = functions.score({"mine": reward}, (1.0,), list("0123456789a"), texts, [""] * 11)
         graded = {"a": 1, "bb": 2, "ccc": 3, "dddd": 4}
         assert totals == pytest.approx([graded.get(text, math.nan) for text in texts], nan_ok=True)
-        assert parts["mine/timeout"] == [float(text in ("hang", "spin")) for text in texts]
+        assert parts["mine/timeout"] == [float(text in ("hang", "spin", "stop")) for text in texts]
         assert parts["mine/crash"] == [float(text in ("exit", "segfault", "memory")) for text in texts]
         assert reward(**rows(["a", "hang"])) == pytest.approx([1, math.nan], nan_ok=True)
-    assert len(told) == 1 and "2 of 10 completions met the time limit" in told[0]
+    assert len(told) == 1 and "3 of 11 completions met the time limit" in told[0]
 
 
 def test_a_reward_that_raises_ends_the_run_with_its_words(mine):
@@ -233,12 +233,6 @@ def test_a_worker_that_dies_as_its_tasks_come_costs_no_item(mine):
     (pool.victim,) = pids_of(pool, name)
     assert len(pids_of(pool, name, 3)) == 3 and pool.victim is None
     pool.close()
-
-
-def test_a_worker_that_stops_in_a_task_meets_the_time_limit(mine):
-    with load_rewards((f"{mine}:act",), 1, 1.5) as rewards:
-        values = rewards[f"{mine}:act"](**rows(["a", "stop", "bb"]))
-    assert values[0] == 1 and isinstance(values[1], TimedOut) and values[2] == 2
 
 
 @pytest.mark.parametrize(
