@@ -89,7 +89,7 @@ OF_FUNCTIONS = {
     "init_state": {"optimizer": None},
     "load_dataset": {
         "prompt_column": "question", "answer_column": "answer", "reward_columns": (), "system_prompt": None,
-        "asks_itself": False, "limit": None, "first_id": 0, "hub": None,
+        "asks_itself": False, "limit": None, "first_id": 0,
     },
     "load_policy": {
         "weight_format": None, "lora": None, "dtype": "bfloat16", "adapter": None, "seed": 0, "matmul_kernel": "auto",

@@ -89,7 +89,6 @@ def load_dataset(
     asks_itself: bool = False,
     limit: int | None = None,
     first_id: int = 0,
-    hub: Callable[..., Iterable[Mapping[str, Any]]] | None = None,
 ) -> Dataset:
     """Read a dataset by name.
 
@@ -105,7 +104,6 @@ def load_dataset(
       asks_itself: the model's chat template asks for an answer's form: the dataset's own system prompt is left out.
       limit: largest number of problems.
       first_id: id of the first record.
-      hub: reads a preset, as `datasets.load_dataset`, which it is where this is None.
 
     Unusable records (no answer, a prompt too long for the preset, …) are skipped and counted in `notes`.
 
@@ -127,7 +125,7 @@ def load_dataset(
     if isinstance(name, Given):
         sources = [open_rows(name, name.value, wanted)]
     else:
-        sources = _files(path, split, preset, wanted) if path else [_hub(preset_name, preset, split, wanted, hub)]
+        sources = _files(path, split, preset, wanted) if path else [_hub(preset_name, preset, split, wanted)]
 
     problems: list[Problem] = []
     left_out: dict[str, tuple[int, str]] = {}
@@ -247,7 +245,8 @@ def is_out_of_reach(hub_id: str, cache: Path, api: Any) -> bool:
     return False
 
 
-def _hub(name: str, preset: Preset, split: str, wanted: set[str], load: Callable | None) -> Source:
+def _hub(name: str, preset: Preset, split: str, wanted: set[str], load: Callable | None = None) -> Source:
+    """The rows of a preset by `load`; None: by `datasets.load_dataset`."""
     import datasets
     import huggingface_hub
     from huggingface_hub import constants

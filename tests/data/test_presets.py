@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import errors
 
+from qerl_jax.data.files import open_file
 from qerl_jax.data.presets import (
     ANSWER_LINE_SYSTEM_PROMPT,
     PRESETS,
@@ -21,7 +22,7 @@ from qerl_jax.data.presets import (
     PROMPT_FORMATS,
     hash_answer,
 )
-from qerl_jax.data.problems import DataError, is_out_of_reach, load_dataset
+from qerl_jax.data.problems import DataError, _hub, is_out_of_reach, load_dataset
 from qerl_jax.rewards import functions, sandbox
 from qerl_jax.rewards.code import code
 from qerl_jax.run.choose_rewards import dataset_rewards
@@ -201,16 +202,20 @@ def test_from_parquet_in_the_published_schema(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_from_the_hub(name):
-    """The hub's library is asked for the published address, subset and split, and gives rows of the published types."""
-    asked = []
+def test_from_the_hub(name, tmp_path):
+    """The hub's library is asked for the published address, subset and split, and its rows are read as a file's."""
+    asked, preset, split = [], PRESETS[name], EXPECTED[name][0]
+    wanted = {preset.prompt_column, *preset.extra, *(column for column, _ in preset.answers)}
 
     def load(address, subset, split):
         asked.append((address, subset, split))
         return datasets.Dataset(table(name))
 
-    check(name, load_dataset(name, EXPECTED[name][0], hub=load))
-    assert asked == [(PRESETS[name].hub_id, PRESETS[name].subset, EXPECTED[name][0])]
+    found = _hub(name, preset, split, wanted, load)
+    pyarrow.parquet.write_table(table(name), tmp_path / "rows.parquet")
+    file = open_file(tmp_path / "rows.parquet", wanted)
+    assert (sorted(found.columns), list(found.records)) == (sorted(file.columns), list(file.records))
+    assert asked == [(preset.hub_id, preset.subset, split)]
 
 
 def test_addresses_and_levels():
@@ -271,7 +276,7 @@ def test_what_the_hubs_library_raises_is_one_line(kind):
         raise kind("no\nsuch rows")
 
     with pytest.raises(DataError, match=r"cannot read openai/gsm8k from .*: no such rows; a local copy is read with"):
-        load_dataset("gsm8k", "train", hub=load)
+        _hub("gsm8k", PRESETS["gsm8k"], "train", {"question"}, load)
 
 
 def test_two_subsets_side_by_side_are_not_mixed_up(tmp_path):
