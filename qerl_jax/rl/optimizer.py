@@ -76,7 +76,7 @@ def apply_gradients(state: TrainState, parts: Sequence[Any], sums: Sums) -> tupl
     metrics, factor, finite = finish(np.float32(state.config.max_grad_norm), sums, squares)
     whole = whole_of(state)
     if isinstance(state.optimizer, AdamW):
-        update = Partial(AdamW.update, state.optimizer)
+        update = state.optimizer
         layers = state.model.num_layers
         before, join = [at_layer(whole, i) for i in range(layers)], from_layers
         before += [outside_layers(whole)] if len(parts) > layers else []
@@ -136,12 +136,12 @@ def finish(
 
 @program
 def stays_finite(
-    update: Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+    update: AdamW | Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> Bool[Array, ""]:
     """Whether everything so far is finite, and the optimizer's state and the parameters after its step.
 
     Args:
-      update: an optimizer's step; its numbers are arrays.
+      update: the config's optimizer, whose numbers are arrays, or the step of another one.
       before: "opt_state" and the trained trees, of one layer, of none or of all.
       gradient: gradient of the trained trees.
       factor: from `finish`.
@@ -157,7 +157,7 @@ def stays_finite(
 
 @program(donate_argnums=2)
 def apply(
-    update: Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+    update: AdamW | Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:
     """The optimizer's state and the parameters after its step, or `before` where an update is not finite. Arguments as
     in `stays_finite`, `finite` from the last part; the gradient is donated.
@@ -167,24 +167,27 @@ def apply(
 
 @program
 def apply_flat(
-    update: Partial, before: dict[str, Any], gradient: Flat, factor: Float32[Array, ""], finite: Bool[Array, ""]
+    update: AdamW | Partial, before: dict[str, Any], gradient: Flat, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:
     """`apply`, but for the donation: no result has the shape of the vector."""
     return _applied(update, before, gradient, factor, finite)
 
 
 def _applied(
-    update: Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+    update: AdamW | Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:
     after = _stepped(update, before, gradient, factor)
     return jax.tree.map(lambda new, last: jnp.where(finite, new, last), after, before)
 
 
-def _stepped(update: Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
+def _stepped(
+    update: AdamW | Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]
+) -> dict[str, Any]:
     gradient = gradient.tree() if isinstance(gradient, Flat) else gradient
     params = {name: before[name] for name in gradient}
     gradient = jax.tree.map(lambda leaf: factor * leaf, gradient)
-    updates, opt_state = update(gradient, before["opt_state"], params)
+    step = update.update if isinstance(update, AdamW) else update
+    updates, opt_state = step(gradient, before["opt_state"], params)
     return {"opt_state": opt_state, **optax.apply_updates(params, updates)}
 
 

@@ -21,7 +21,8 @@ from updates import make_batch, make_config
 from qerl_jax.checkpoint.adapter import map_layers
 from qerl_jax.compilation import committed
 from qerl_jax.config import Config
-from qerl_jax.programs import calling
+from qerl_jax.lowered import LoweredPrograms
+from qerl_jax.programs import calling, record
 from qerl_jax.rl import optimizer
 from qerl_jax.rl.adamw import learning_rate, make_optimizer
 from qerl_jax.rl.metrics import empty_sums
@@ -338,6 +339,17 @@ class Waited:
 
     def block_until_ready(self) -> None:
         self.calls.append(("block_until_ready", (self,), None))
+
+
+def test_the_optimizers_programs_are_kept_as_lowered(micro, tmp_path):
+    """Those of the config's AdamW. Another one's functions have no name that says them."""
+    gradients = [{"lora": micro.lora["layers"][i]} for i in (0, 1)]
+    parts, sums = optimizer.parts_of(gradients), empty_sums(["loss", "tokens", "trained_tokens"])
+    config = make_config(adam_epsilon=1.25e-8)  # of no other test: what was traced is not traced again
+    for own, names in ((None, {"stays_finite", "apply"}), (optax.sgd(0.1), set())):
+        kept = LoweredPrograms(tmp_path / str(len(names)), b"")
+        record(optimizer.apply_gradients, init_state(micro, config, own), parts, sums, kept=kept)
+        assert {file.name.split("-")[0] for file in kept.directory.glob("*")} & {"stays_finite", "apply"} == names
 
 
 def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch):
