@@ -197,7 +197,8 @@ def stand_in(stack: contextlib.ExitStack, size: str, model: Path, equal: float) 
     def drawn(rewards: Any, weights: Any, prompts: Sequence[str], *rest: Any, **columns: Any) -> tuple:
         _, parts = score(rewards, weights, prompts, *rest, **columns)
         index = np.asarray(columns["prompt_index"])
-        values, is_equal = np.arange(len(index)) % 2.0, rng.random(index.max() + 1) < equal
+        groups = index.max() + 1
+        values, is_equal = np.arange(len(index)) % 2.0, rng.permutation(groups) < round(equal * groups)
         return np.where(is_equal[index], 1.0, values).tolist(), parts
 
     for module, name, function in ((prepare, "load", load), (train, "generate", limited), (grading, "score", drawn)):
