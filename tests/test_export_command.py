@@ -357,6 +357,12 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         half_quantized,
         f"{FILE}: '{Q}' is not quantized (weight is bfloat16), but config.json says NVFP4",
     ),
+    "a base with a tensor more": (
+        lambda place: small.change_tensors(
+            place / "model", lambda all_: all_.update({"model.router": np.ones(2, "f4")})
+        ),
+        f"{FILE}: 1 tensors have no place in the model, first 'router'",
+    ),
     "an adapter that is not finite": (
         lambda place: change_adapter(place, A, np.nan),
         f"{TENSORS}: '{A}' holds a value that is not finite",

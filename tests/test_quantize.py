@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -90,7 +91,16 @@ def test_refusals_leave_nothing_behind(quantized, tmp_path, capsys):
         save(broken / file.name, tensors)
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight.*rows 0 to .* not finite"):
         quantize_checkpoint(broken, out)
-    assert [p.name for p in tmp_path.iterdir()] == ["broken"]
+    other = small.bf16(tmp_path / "other", shards=1)
+    gate, spare = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.router.weight"
+    for change, words in (
+        (lambda all_: all_.update({spare: all_[gate]}), f"1 tensors have no place in the model, first '{spare}'"),
+        (lambda all_: (all_.pop(spare), all_.pop(gate)), f"tensor '{gate}' is missing from the checkpoint"),
+    ):
+        small.change_tensors(other, change)
+        with pytest.raises(CheckpointError, match=re.escape(words)):
+            quantize_checkpoint(other, out)
+    assert {p.name for p in tmp_path.iterdir()} == {"broken", "other"}
 
 
 def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):

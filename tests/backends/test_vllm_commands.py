@@ -7,6 +7,7 @@ import json
 import jax.numpy as jnp
 import pytest
 import runs
+from command_lines import replaced
 
 from qerl_jax import aqn, keys, load_policy
 from qerl_jax.checkpoint.adapter import export_adapter
@@ -58,12 +59,14 @@ def test_a_greedy_evaluation_is_that_of_the_trainers_engine(stand_in, tmp_path, 
     [
         (["--dtype", "float32"], "dtype 'float32' contradicts backend 'vllm'"),
         (["--weight-format", "nvfp4"], "backend 'vllm' cannot run weight_format 'nvfp4', quantized while loading"),
+        (["--max-completion-length", "510"], "and 510 new ones exceed the model's max_position_embeddings 512"),
     ],
 )
 def test_evaluate_refuses_in_one_line(flags, words, stand_in, capsys):
-    assert evaluate(["tiny", *EVALUATE, "--backend", "vllm", *flags]) == 2
+    assert evaluate(["tiny", *replaced(EVALUATE, *flags), "--backend", "vllm"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert stand_in("start") == []
 
 
 @pytest.fixture(scope="module")
