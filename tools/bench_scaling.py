@@ -226,8 +226,9 @@ def measure(
 
         jax.block_until_ready(parts)
         summed, _ = timed("all_reduce", lambda: over_replicas(replicas, parts, sums))
-        sizes = (*(sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts), replicas.count * len(sums))
-        vector = timed("join", lambda: joined(parts, sums, np.int32(replicas.index), replicas.count))
+        leaves = [jax.tree.leaves(part) for part in parts]
+        sizes = (*(sum(leaf.size for leaf in own) for own in leaves), replicas.count * len(sums))
+        vector = timed("join", lambda: joined(leaves, sums, np.int32(replicas.index), replicas.count))
         timed("agree", replicas.agree)
         timed("collective", lambda: replicas.link.all_reduce(vector, sizes))
         timed("optimizer", lambda: apply_gradients(state, summed, sums))

@@ -37,15 +37,16 @@ def over_replicas(replicas: Replicas, parts: Sequence[Any], sums: Sums) -> tuple
     """
     if replicas.count == 1:
         return parts, sums
-    sizes = [sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts]
-    vector = joined(parts, sums, np.int32(replicas.index), replicas.count)
+    leaves = [jax.tree.leaves(part) for part in parts]  # lists: trees of hundreds of arrays take the host 0.2 ms more
+    vector = joined(leaves, sums, np.int32(replicas.index), replicas.count)
+    sizes = [sum(leaf.size for leaf in own) for own in leaves]
     *vectors, placed = replicas.sum(vector, (*sizes, replicas.count * len(sums)))
     parts = [Flat.like(part, vector) for part, vector in zip(parts, vectors, strict=True)]
     return parts, of_all(placed, tuple(sorted(sums)), replicas.count)
 
 
 @program(static_argnums=3)
-def joined(parts: Sequence[Any], sums: Sums, index: Int[Array, ""], count: int) -> Float32[Array, " X"]:
+def joined(parts: list[list[Array]], sums: Sums, index: Int[Array, ""], count: int) -> Float32[Array, " X"]:
     """All parts in one vector, and behind them the sums, with zeros for each replica but the one at `index`, so that
     the sum over replicas holds the values of each, from which extremes can be taken.
     """
