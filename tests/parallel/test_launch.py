@@ -226,6 +226,7 @@ def test_the_first_of_several_processes_speaks_for_all(error, code, capsys):
     assert capsys.readouterr().out == "from 0\n"
     with pytest.raises(ConfigError, match="2 processes were started, this command can use 1"):
         launch.as_replica(Replicas(0, 2), body, 1)
+    assert launch.as_replica(Replicas(0, 1, ThreadLink(Store(), 0, 1)), lambda replicas: 7, 1) == 7
 
 
 @pytest.mark.parametrize("index", [-1, 2])
