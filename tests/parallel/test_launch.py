@@ -47,6 +47,8 @@ def test_processes_with_two_devices_each(devices, gpus, count):
         ({}, 8, 0, {4, 8}, 4),
         ({}, 6, 0, {4}, 4),
         ({"devices": "6"}, 8, 0, {4}, 1),  # no multiple of 4
+        ({"devices": "6"}, 8, 0, {2, 4}, 2),
+        ({"devices": "4"}, 8, 0, {4}, 4),
         ({"devices": "2"}, 8, 0, {4}, 1),
         ({}, 1, 0, {2}, 1),
         ({}, 0, 0, {2}, 1),
