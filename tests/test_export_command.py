@@ -361,7 +361,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda place: small.change_tensors(
             place / "model", lambda all_: all_.update({"model.router": np.ones(2, "f4")})
         ),
-        f"{FILE}: 1 tensors have no place in the model, first 'router'",
+        f"{FILE}: 1 tensors have no place in the model, first 'model.router'",
     ),
     "an adapter that is not finite": (
         lambda place: change_adapter(place, A, np.nan),
