@@ -382,9 +382,10 @@ def test_bad_input(case, place, capfd):
     damage, message = BAD[case]
     damage(place)
     before = sorted(path.name for path in place.iterdir())
-    arguments = [str(place / "adapter"), str(place / "out"), "--base", str(place / "model"), "--as", "merged"]
-    said = error_of(main, arguments, place, capfd).replace(str(place / "adapter"), "ADAPTER")
-    assert_says(said, message)
+    for kind in ("merged", "peft"):
+        arguments = [str(place / "adapter"), str(place / "out"), "--base", str(place / "model"), "--as", kind]
+        said = error_of(main, arguments, place, capfd).replace(str(place / "adapter"), "ADAPTER")
+        assert_says(said, message)
     assert sorted(path.name for path in place.iterdir()) == before
 
 
