@@ -61,7 +61,7 @@ def train(
     config: Config,
     console: Console | None = None,
     *,
-    reward_funcs: Sequence[Callable | str] | None = None,
+    reward_funcs: Callable | str | Sequence[Callable | str] | None = None,
     train_dataset: Iterable[Mapping[str, Any]] | None = None,
     eval_dataset: Iterable[Mapping[str, Any]] | None = None,
     problems: Callable[[int], Sequence[int]] | None = None,
@@ -78,7 +78,7 @@ def train(
     Args:
       config: settings of the run.
       console: for messages; None: the terminal.
-      reward_funcs: in place of the config's: functions, called in this process without a time limit, and names.
+      reward_funcs: in place of the config's: functions, called in this process without a time limit, and names; or one.
       train_dataset, eval_dataset: in place of the config's: records in memory, a `datasets.Dataset` or a list of dicts.
       problems: `problems(step)`, the ids of the `batch_size / num_generations` problems of rollout `step`, from 0, in
         place of `data_order`. An id is the number of a record, from 0, counted over all records of all datasets.

@@ -90,7 +90,7 @@ class Hooks:
 
 def with_objects(
     config: Config,
-    reward_funcs: Sequence[Callable | str] | None,
+    reward_funcs: Callable | str | Sequence[Callable | str] | None,
     train_dataset: Iterable[Mapping[str, Any]] | None,
     eval_dataset: Iterable[Mapping[str, Any]] | None,
 ) -> Config:
@@ -98,6 +98,8 @@ def with_objects(
     its name. Raises ConfigError for what cannot be one.
     """
     changes: dict[str, Any] = {}
+    if isinstance(reward_funcs, str) or callable(reward_funcs):
+        reward_funcs = [reward_funcs]
     if reward_funcs is not None:
         changes["reward_funcs"] = tuple(f if isinstance(f, str) else Given(_short_name(f), f) for f in reward_funcs)
     fields, given = ("dataset", "eval_dataset"), (train_dataset, eval_dataset)

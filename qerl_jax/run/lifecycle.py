@@ -99,7 +99,9 @@ def restore(config: Config, checkpoints: Checkpointer, state: TrainState, consol
             f"max_steps: {before} -> {config.max_steps}; learning rate and noise are those of the new length from here "
             "on",
         )
-    say(console, f"resuming after step {int(state.step)} of {config.num_rollouts}")
+    done, last = int(state.step), config.num_rollouts
+    rest = "" if done < last else ": nothing is left to train, a larger max_steps goes on"
+    say(console, f"resuming after step {done} of {last}{rest}")
     return state
 
 

@@ -220,6 +220,8 @@ def test_objects_that_are_no_rewards_and_no_records(tmp_path):
     with pytest.raises(ConfigError, match="a function called 'answer', as a built-in reward is: rename it"):
         train.train(config, reward_funcs=[answer])
     held_out = [{"question": "p", "answer": "1"}]
+    assert with_objects(config, min, None, None).reward_funcs == with_objects(config, [min], None, None).reward_funcs
+    assert with_objects(config, "dapo", None, None).reward_funcs == ("dapo",)
     evaluated = with_objects(dataclasses.replace(config, dataset="arithmetic"), None, None, held_out)
     _, problems = prepare.load_problems(evaluated, load_tokenizer(model_path("tiny")), Console())
     assert [item.problem.prompt for item in problems] == ["p"] and correctness_reward(

@@ -196,6 +196,8 @@ def test_a_resume_says_from_where_and_what_has_changed(state, tmp_path, capsys):
         Checkpointer(tmp_path, 2).save(state.replace(step=jnp.int32(step)))
     (tmp_path / "checkpoints" / "7").mkdir()
     said = {
+        5: "max_steps: 8 -> 5; learning rate and noise are those of the new length from here on\n"
+        "resuming after step 5 of 5: nothing is left to train, a larger max_steps goes on\n",
         8: "resuming after step 5 of 8\n",
         20: "max_steps: 8 -> 20; learning rate and noise are those of the new length from here on\n"
         "resuming after step 5 of 20\n",
