@@ -26,6 +26,7 @@ from rich.console import Console
 from qerl_jax import aqn, command, driver, keys, launch
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.orbax import latest_step
+from qerl_jax.checkpoint.run_files import CONFIG_FILE
 from qerl_jax.config import Config, ConfigError, flags, load
 from qerl_jax.config.from_trl import from_trl
 from qerl_jax.data.prompts import to_prompts
@@ -297,8 +298,10 @@ def refuse_given(config: Config, file: Path) -> None:
 
 def interrupted(output: Path | None = None) -> str:
     """What to say after Ctrl-C in a run that writes to `output`."""
-    if output is None or (saved := latest_step(output)) is None:
-        return "interrupted; there is no checkpoint to resume from"
+    if output is None or not (output / CONFIG_FILE).exists():
+        return "interrupted; nothing was written"
+    if (saved := latest_step(output)) is None:
+        return f"interrupted; there is no checkpoint yet, start again with\n{resume_command(output)}"
     return f"interrupted; the newest checkpoint is that of step {saved}, resume from it with\n{resume_command(output)}"
 
 

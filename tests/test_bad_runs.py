@@ -210,7 +210,11 @@ def test_a_run_that_ends_early_says_truly_what_is_saved(place, capfd):
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3] and latest_step(run) == 3
     raised.write_text("if calls > 1: raise KeyboardInterrupt")
     assert train.main(replaced(flags, "--output-dir", str(place / "new"))) == STOPPED
-    assert capfd.readouterr().err.strip() == "interrupted; there is no checkpoint to resume from"
+    assert capfd.readouterr().err.splitlines() == [
+        "interrupted; there is no checkpoint yet, start again with",
+        f"  python -m qerl_jax.train --config {place}/new/config.yaml --resume auto",
+    ]
+    assert train.interrupted(place) == train.interrupted(None) == "interrupted; nothing was written"
 
 
 def test_a_run_goes_on_with_the_memory_settings_that_its_error_names(place):

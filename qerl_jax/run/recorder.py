@@ -176,7 +176,7 @@ class Recorder:
             self.checkpoints.save(state)
             self.mend()
         except OSError as error:
-            say(console, f"step {step + 1} failed; {error}")
+            say(console, f"step {step + 1} did not end; {error}")
         else:
-            say(console, f"step {step + 1} failed; the state after step {step} is saved, resume from it with")
+            say(console, f"step {step + 1} did not end; the state after step {step} is saved, resume from it with")
             say(console, self._run.resume_command)

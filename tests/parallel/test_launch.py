@@ -355,7 +355,7 @@ def test_a_killed_process_ends_the_run_and_loses_no_step(place, killed):
     assert sum(line.startswith("compiled programs are kept in") for line in lines) == 1
     saved = latest_step(place / "two")
     assert done - saved in (0, 1)
-    assert f"step {saved + 1} failed; the state after step {saved} is saved, resume from it with" in lines
+    assert f"step {saved + 1} did not end; the state after step {saved} is saved, resume from it with" in lines
     assert_same_records(place / "one", place / "two", done)
 
 
