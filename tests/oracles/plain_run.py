@@ -59,7 +59,7 @@ class PlainRun:
       directory: the NVFP4 model.
       problems, evaluated: in the order of their files.
       first_a: A of each adapter before the run, by PEFT name.
-      rewards: (name, weight, function(completions, lengths) -> values) in order; the first is the correctness.
+      rewards: (name, weight, function(completions, lengths) -> values) in order; none of them says what is right.
       failed: rows of the first rollout of a step that fail, {step from 1: rows}.
     """
 
@@ -275,11 +275,9 @@ class PlainRun:
         lengths = [len(row["new"]) for row in rows]
         ended = [len(row["new"]) for row in rows if row["finish"] != LENGTH]
         self.tokens += sum(len(row["ids"]) for row in rows)
-        correctness = self.rewards[0][0]
         metrics = update | {
             "reward": mean(rewards),
             "reward_std": float(np.mean([deviation(one) for one in groups])),
-            "accuracy": mean([float(v > 0) for v in (row["parts"][correctness] for row in rows) if v == v]),
             "frac_reward_zero_std": float(np.mean([is_equal(one) for one in groups])),
             "sampling/entropy": float(np.mean([value for row in rows for value in row["entropies"]])),
             "completions/mean_length": float(np.mean(lengths)),
