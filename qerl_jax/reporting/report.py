@@ -43,7 +43,7 @@ class Ending:
       reason: what stopped it, such as "SIGTERM"; empty where all steps are done.
       evaluations: results by name, "before" and "after" where present.
       phase_seconds: seconds of each phase since the last start.
-      hooks: name of each function that took the place of the config's.
+      hooks: name of each function or dataset that took the place of the config's, by the argument of `train`.
     """
 
     steps: int
@@ -120,7 +120,9 @@ def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
     def total(key: str) -> int:
         return int(sum(row.get(key) or 0 for row in metrics))
 
-    notes = [f"- {hook} was given to `train`: `{name}`." for hook, name in ending.hooks.items()]
+    notes = [
+        f"- {hook} was given to `train`{f': `{name}`' if name != hook else ''}." for hook, name in ending.hooks.items()
+    ]
     notes += [f"- At the end {sentence}." for sentence in health.warnings(metrics).values()]
     if skipped := total("skipped"):
         notes.append(f"- {skipped} updates were not finite and changed nothing; their batches are in `nonfinite/`.")
@@ -130,9 +132,13 @@ def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
 
 
 def differences(config: Config) -> list[tuple[str, ...]]:
-    """Field, value and default of each setting that is not the default."""
+    """Field, value and default of each setting that is not the default, but for those of this start alone."""
     ours, defaults = to_mapping(config), to_mapping(Config())
-    return [(f"`{key}`", f"{value}", f"{defaults[key]}") for key, value in ours.items() if value != defaults[key]]
+    return [
+        (f"`{key}`", f"{value}", f"{defaults[key]}")
+        for key, value in ours.items()
+        if value != defaults[key] and key not in ("resume", "overwrite")
+    ]
 
 
 def _timing(metrics: list[dict[str, Any]], phase_seconds: Mapping[str, float]) -> list[tuple[str, ...]]:

@@ -34,7 +34,9 @@ def rows(count: int) -> list[dict]:
 
 
 def test_a_finished_run(tmp_path):
-    config = Config(model="m", max_steps=200, seed=3, lora_target_modules=("q_proj",), output_dir=str(tmp_path))
+    config = Config(
+        model="m", max_steps=200, seed=3, lora_target_modules=("q_proj",), output_dir=str(tmp_path), resume="auto"
+    )
     metrics = rows(20)
     write_plots(tmp_path, metrics)
     before, after = Evaluation(0.5, 0.4, 0.6, 0.9, 1, 0, 12.5, 200, 1), Evaluation(0.75, 0.7, 0.8, 0.9, 1, 0, 9, 200, 1)
@@ -87,7 +89,9 @@ def test_every_row_and_note_says_what_its_number_is():
     metrics[6] |= {"skipped": 4, "completions/failed": 5, "time/rollout": 1.0, "time/update": 2.0}
     metrics[7] |= {"time/rollout": 4.0, "time/update": None}
     config = Config(model="m", dataset=("a", "b"), max_steps=40, num_iterations=2)
-    ending = Ending(20, "", {}, {"rollout": 9.0, "checkpoint": 3.0}, {"sigma": "mine", "optimizer": "lion"})
+    ending = Ending(
+        20, "", {}, {"rollout": 9.0, "checkpoint": 3.0}, {"sigma": "mine", "train_dataset": "train_dataset"}
+    )
     head, notes, *_ = (text := render("run", config, metrics, ending, ["x.png"])).split("\n- ", 1)
     assert head.rstrip().splitlines() == [
         "# run",
@@ -109,7 +113,7 @@ def test_every_row_and_note_says_what_its_number_is():
     ]
     assert notes.split("\n\n")[0].splitlines() == [
         "sigma was given to `train`: `mine`.",
-        "- optimizer was given to `train`: `lion`.",
+        "- train_dataset was given to `train`.",
         "- 6 updates were not finite and changed nothing; their batches are in `nonfinite/`.",
         "- 8 completions whose largest logit was not finite were left out.",
     ]
