@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from qerl_jax.atomic import one_line
 from qerl_jax.config import ConfigError
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]  # config, tokenizer, chat template
@@ -45,7 +44,8 @@ def _refusal(model: str, error: Exception) -> str:
         return f"its licence must be accepted first: see https://huggingface.co/{model}, then set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "the hub has no model of that name that HF_TOKEN may read"
+    first = re.split(r"\n|(?<=\w)\. ", str(error).strip(), maxsplit=1)[0]
     return (
-        f"it cannot be downloaded ({one_line(error)}); offline, name a directory with config.json, safetensors and "
-        "tokenizer"
+        f"it cannot be downloaded ({type(error).__name__}: {first}); offline, name a directory with config.json, "
+        "safetensors and tokenizer in its place (train: --model DIR)"
     )

@@ -74,3 +74,23 @@ def test_offline_is_one_line_in_every_command(tmp_path, capfd):
 )
 def test_refusals_of_the_hub_say_what_to_do(kind, words):
     assert words in hub._refusal("a/b", kind.__new__(kind))
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        (
+            "Got: ConnectError: [Errno -2] Name or service not known\nAn error happened while trying to locate",
+            "LocalEntryNotFoundError: Got: ConnectError: [Errno -2] Name or service not known",
+        ),
+        (
+            "Cannot find a snapshot folder on the disk and traffic has been disabled. To enable look-ups, pass a flag.",
+            "LocalEntryNotFoundError: Cannot find a snapshot folder on the disk and traffic has been disabled",
+        ),
+    ],
+)
+def test_of_the_librarys_error_the_first_sentence_is_shown(text, first):
+    assert hub._refusal("a/b", errors.LocalEntryNotFoundError(text)) == (
+        f"it cannot be downloaded ({first}); offline, name a directory with config.json, safetensors and tokenizer in "
+        "its place (train: --model DIR)"
+    )
