@@ -175,7 +175,7 @@ def _write_adapter(
     weight_format: str | None,
 ) -> None:
     """An adapter with these norms, read back. `weight_format`: of the base that it belongs to, where it is known."""
-    write_adapter(directory, reader.config, reader.lora_tensors(), norms, base_model, weight_format)
+    write_adapter(directory, reader.config, reader.lora_tensors(), norms, base_model, weight_format, source.base_model)
     written = AdapterReader(directory, source.model)
     check_written(written.lora_tensors() | written.norm_tensors(), reader.lora_tensors() | norms)
 

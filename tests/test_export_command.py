@@ -251,6 +251,8 @@ def test_an_exported_adapter_says_on_which_weights_it_was_trained(tmp_path, caps
     found = card("served/adapter")
     assert found["base_model"] == str(tmp_path / "served/base")
     assert found["weight_format"] == ("nvfp4" if kind == "nvfp4" else "bf16")
+    text = (tmp_path / "served/adapter/README.md").read_text()
+    assert f"trained this adapter on {base}." in text  # the base beside it is a copy
 
 
 def test_overwrite_replaces_exports_and_nothing_else(tmp_path, capsys):

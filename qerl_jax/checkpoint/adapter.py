@@ -37,8 +37,8 @@ base_model: {base}
 library_name: peft
 weight_format: {format}
 ---
-QeRL-JAX trained this adapter on {name} with projections in `weight_format`. On projections in another format, as those
-of an unquantized checkpoint for an adapter of 4-bit ones, it gives other logits and another accuracy.
+QeRL-JAX trained this adapter on {name}. Its base has projections in `weight_format`: on those in another format, as of
+an unquantized checkpoint for an adapter of 4-bit ones, it gives other logits and another accuracy.
 """
 
 
@@ -116,6 +116,7 @@ def write_adapter(
     norms: Mapping[str, np.ndarray],
     base_model: str,
     weight_format: str | None,
+    trained_on: str | None = None,
 ) -> None:
     """Write a PEFT adapter into an empty directory.
 
@@ -126,6 +127,7 @@ def write_adapter(
       norms: name in the base checkpoint -> f32[D] (`norm_tensors`); empty: none.
       base_model: written as `base_model_name_or_path`.
       weight_format: of the base that it was trained on, for the card that `trained_format` reads; None: no card.
+      trained_on: the model that the card names as the one it was trained on; None: `base_model`.
     """
     saved = {norm_key(name, alone=not lora): value for name, value in norms.items()}
     values = peft_config(config, base_model) if lora else norms_config(base_model)
@@ -134,7 +136,7 @@ def write_adapter(
     write_json(directory / CONFIG_FILE, values)
     safetensors.save(directory / WEIGHTS_FILE, {**lora, **saved})
     if weight_format is not None:
-        card = _CARD.format(base=json.dumps(base_model), name=base_model, format=weight_format)
+        card = _CARD.format(base=json.dumps(base_model), name=trained_on or base_model, format=weight_format)
         (directory / CARD_FILE).write_text(card, encoding="utf-8")
 
 
