@@ -181,8 +181,8 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
     directory = model_path(config.model)
     if config.rollout_backend == "vllm":
         check_vllm(config, directory, "backend")
-    if config.adapter is not None:
-        print(formats_note(Path(config.adapter), directory, config.weight_format), flush=True)
+    if config.adapter and (note := formats_note(Path(config.adapter), directory, config.weight_format)):
+        print(note, flush=True)
     model = model_config(directory)
     tokenizer = load_tokenizer(directory, model.vocab_size)
     print(f"reading and tokenizing {arguments.dataset} …", flush=True)

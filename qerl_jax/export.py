@@ -122,7 +122,8 @@ def export(
             source = dataclasses.replace(source, adapter=Path(temporary))
         refuse_other_tokenizer(source.base, source.adapter)
         reader = AdapterReader(source.adapter, source.model)
-        say(formats_note(source.adapter, source.base, source.weight_format))
+        if note := formats_note(source.adapter, source.base, source.weight_format):
+            say(note)
         if kind == "peft":
             _write_peft(source, reader, building)
         elif kind == "vllm":

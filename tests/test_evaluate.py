@@ -129,14 +129,14 @@ def test_an_adapter_and_the_model_that_peft_merges_it_into_answer_alike(tmp_path
 @pytest.mark.parametrize(
     ("trained", "flags", "format", "line"),
     [
-        ("nvfp4", [], "Nvfp4", "the adapter was trained on weights in NVFP4, this model has them in NVFP4"),
-        ("nf4", ["--weight-format", "bf16"], "Dense", "trained on weights in NF4, this model has them in BF16"),
-        (None, [], "Dense", "the adapter was trained on weights in BF16, this model has them in BF16"),
-        ("unsaid", [], "Dense", "does not say on weights of which format it was trained, this model has them in BF16"),
+        ("nvfp4", [], "Nvfp4", ""),
+        ("nf4", ["--weight-format", "bf16"], "Dense", "was trained on weights in NF4, its base has them in BF16 here"),
+        (None, [], "Dense", ""),
+        ("unsaid", [], "Dense", "on weights of which format it was trained, its base has them in BF16 here"),
     ],
 )
 def test_an_adapter_is_evaluated_on_weights_as_it_was_trained_on(tmp_path, capsys, trained, flags, format, line):
-    """On a base that was quantized while loading. The last adapter is as peft writes it."""
+    """On a base that was quantized while loading; said where formats differ. The last adapter is as peft writes it."""
     kind = None if trained == "unsaid" else trained
     policy = load_policy(model_path("tiny"), kind, LoraConfig(2), jnp.float32)
     export_adapter(policy, tmp_path / "adapter", norms=False)
@@ -150,6 +150,7 @@ def test_an_adapter_is_evaluated_on_weights_as_it_was_trained_on(tmp_path, capsy
     assert main([*words, *flags], generate) == 2
     printed = capsys.readouterr()
     assert printed.err == f"error: {format}\n" and line in printed.out
+    assert bool(line) == ("the adapter" in printed.out)
 
 
 def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):

@@ -113,11 +113,15 @@ def format_for(adapter: Path, base: Path, weight_format: str | None) -> str | No
 
 
 def formats_note(adapter: Path, base: Path, weight_format: str | None) -> str:
-    """A line on the weights that an adapter was trained on, and on those it is put on here."""
-    trained, own = trained_format(adapter), loaded_format(base, weight_format).upper()
-    if trained is None:
-        return f"the adapter does not say on weights of which format it was trained, this model has them in {own}"
-    return f"the adapter was trained on weights in {trained.upper()}, this model has them in {own}"
+    """A line on the weights that an adapter was trained on, and on those of its base here; "" where the formats are
+    equal.
+    """
+    trained, own = trained_format(adapter), loaded_format(base, weight_format)
+    if trained == own:
+        return ""
+    unsaid = "does not say on weights of which format it was trained"
+    said = f"was trained on weights in {trained.upper()}" if trained else unsaid
+    return f"the adapter {said}, its base has them in {own.upper()} here"
 
 
 def loaded_format(base: Path, weight_format: str | None) -> str:

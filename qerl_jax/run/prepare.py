@@ -152,7 +152,9 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         programs = Ahead(done=functools.partial(say, console), kept=kept)
         programs.submit(rehearse_run, config, hooks, limit, replicas)
         if config.adapter is not None:
-            say(console, formats_note(Path(config.adapter), assets.model_path(config.model), config.loaded_format))
+            base = assets.model_path(config.model)
+            if note := formats_note(Path(config.adapter), base, config.loaded_format):
+                say(console, note)
         say(console, f"loading {config.model} …")
         loaded = load(config, console, replicas.tensor_parallel, tokenizer, problems)
         policy = committed(loaded, replicas.tensor_parallel).replace(tokenizer=loaded.tokenizer, source=loaded.source)
