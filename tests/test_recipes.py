@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from qerl_kernels.gpu import H200
 
 from qerl_jax.checkpoint import assets
@@ -17,6 +18,7 @@ from qerl_jax.config.foreign import FOREIGN
 from qerl_jax.config.values import coerce
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.dry_run import absent_datasets
 from qerl_jax.run.memory import memory_report
 from qerl_jax.train import main
 
@@ -121,7 +123,10 @@ def test_the_llama_recipe_takes_a_llama(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     flags = ["--model", str(tmp_path), "--output-dir", str(tmp_path / "run"), "--dry-run"]
     assert main(["--config", "release-llama3.1-8b-nvfp4", *flags]) == 0
-    assert "8,030.3 M parameters" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "8,030.3 M parameters" in said
+    absent = list(absent_datasets(recipe("release-llama3.1-8b-nvfp4"), Path(constants.HF_HUB_CACHE)))
+    assert said.count("is not on this machine") == len(absent) and all(line in said for line in absent)
 
 
 @pytest.mark.parametrize(("size", "stored"), BASELINES)

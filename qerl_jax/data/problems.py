@@ -228,13 +228,18 @@ def _files(path: Path, split: str, preset: Preset, wanted: set[str]) -> Iterable
     return (open_file(file, wanted) for file in paths)
 
 
+def in_cache(hub_id: str, cache: Path) -> bool:
+    """Whether the Hugging Face hub's cache in a directory has anything of a dataset."""
+    return (cache / f"datasets--{hub_id.replace('/', '--')}").is_dir()
+
+
 def is_out_of_reach(hub_id: str, cache: Path, api: Any) -> bool:
     """Whether the Hugging Face hub does not answer, and its cache in a directory has nothing of a dataset: `datasets`
     would then ask again for a minute and more. `api`: a `huggingface_hub.HfApi`.
     """
     from huggingface_hub import errors
 
-    if (cache / f"datasets--{hub_id.replace('/', '--')}").is_dir():
+    if in_cache(hub_id, cache):
         return False
     try:
         api.dataset_info(hub_id, timeout=10)

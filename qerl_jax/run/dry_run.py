@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +15,7 @@ from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.data.presets import PRESETS
-from qerl_jax.data.problems import BUNDLED
+from qerl_jax.data.problems import BUNDLED, in_cache
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.reporting.console import say
 from qerl_jax.rewards.load import Rewards
@@ -37,6 +39,8 @@ def show_dry_run(config: Config, console: Console, processes: int = 1, tensor_pa
 
 
 def _show(config: Config, rewards: Rewards, console: Console, processes: int, tensor_parallel: int) -> None:
+    from huggingface_hub import constants
+
     limit, devices = device_bytes(), processes * tensor_parallel
     report, fault = examined(config, limit, processes, tensor_parallel)
     if report is None:
@@ -58,6 +62,8 @@ def _show(config: Config, rewards: Rewards, console: Console, processes: int, te
     else:
         for line in sample_lines(config, rewards, tokenizer, local_problems(config, tokenizer, console)):
             say(console, line)
+    for line in absent_datasets(config, Path(constants.HF_HUB_CACHE)):
+        say(console, line)
     files = "no weight files there yet" if report.files is None else f"weight files of {_gb(report.files)}"
     say(
         console,
@@ -81,6 +87,13 @@ def local_problems(config: Config, tokenizer: Any, console: Console) -> list[Enc
     if local == config.dataset:
         config.with_max_steps(len(stream))
     return [item for items in stream.sets for item in items] if local else []
+
+
+def absent_datasets(config: Config, cache: Path) -> Iterator[str]:
+    """A line for each dataset of a run that the hub's cache in a directory has nothing of."""
+    for name in dict.fromkeys((*config.dataset, config.eval_dataset)):
+        if name in PRESETS and not in_cache(hub_id := PRESETS[name].hub_id, cache):
+            yield f"{name} is not on this machine: a run downloads it from the Hugging Face hub ({hub_id})."
 
 
 def _gb(count: int) -> str:

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import errors
 
+from qerl_jax.config import Config
 from qerl_jax.data.files import open_file
 from qerl_jax.data.presets import (
     ANSWER_LINE_SYSTEM_PROMPT,
@@ -26,6 +27,7 @@ from qerl_jax.data.problems import DataError, _hub, is_out_of_reach, load_datase
 from qerl_jax.rewards import functions, sandbox
 from qerl_jax.rewards.code import code
 from qerl_jax.run.choose_rewards import dataset_rewards
+from qerl_jax.run.dry_run import absent_datasets
 
 
 def refused_by_hub(message: str) -> Exception:
@@ -256,7 +258,7 @@ def test_without_network_the_error_names_the_local_form():
     ],
 )
 def test_a_hub_without_a_connection_is_asked_once(answer, cached, is_out, tmp_path):
-    """Unless its cache has the dataset, or it answers, whatever it says."""
+    """Unless its cache has the dataset, or it answers, whatever it says. A dry run says what a run would download."""
 
     def dataset_info(hub_id: str, timeout: float) -> None:
         assert hub_id == "openai/gsm8k" and timeout <= 10
@@ -266,6 +268,9 @@ def test_a_hub_without_a_connection_is_asked_once(answer, cached, is_out, tmp_pa
     if cached:
         (tmp_path / "datasets--openai--gsm8k" / "blobs").mkdir(parents=True)
     assert is_out_of_reach("openai/gsm8k", tmp_path, types.SimpleNamespace(dataset_info=dataset_info)) == is_out
+    line = "gsm8k is not on this machine: a run downloads it from the Hugging Face hub (openai/gsm8k)."
+    config = Config("tiny", dataset=("gsm8k", "arithmetic", "gsm8k:copy"), eval_dataset="gsm8k")
+    assert list(absent_datasets(config, tmp_path)) == ([] if cached else [line])
 
 
 @pytest.mark.parametrize(
