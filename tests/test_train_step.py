@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import types
 from collections.abc import Callable
 
@@ -318,12 +319,13 @@ def test_the_end_of_a_run(step, tmp_path):
 
     run = dataclasses.replace(
         step.run, config=config, policy=policy, eval_problems=list(step.run.stream.sets[0][:2]),
-        vllm=Sampler(generate),
+        vllm=Sampler(generate), console=Console(file=(said := io.StringIO()), width=200),
     )  # fmt: skip
     recorder = Recorder(run, Checkpointer(tmp_path, 1), 9, 1000)
     recorder.curves = types.SimpleNamespace(log=lambda *arguments: curves.append(arguments), close=lambda: None)
-    recorder.metrics.append(10, {"num_tokens": 2000})
+    recorder.metrics.append(10, {"num_tokens": 2000, "reward": 0.5, "grad_norm": 0.0, "frac_reward_zero_std": 1.0})
     lifecycle.finish_run(run, recorder, last)
+    assert "│ adapter, which no step trained │ adapter " in said.getvalue()
     [(evaluated, ids, sampling, key, slots, is_exported)] = calls
     assert evaluated.norms is last.norms and evaluated.lora is last.lora and evaluated.frozen is policy.frozen
     assert ids == [item.problem.id for item in run.eval_problems] and sampling == config.eval_sampling

@@ -26,6 +26,7 @@ from qerl_jax.config import Config
 from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.evaluation.grading import grader_of
+from qerl_jax.reporting import health
 from qerl_jax.reporting.console import say
 from qerl_jax.reporting.metrics import cut_back
 from qerl_jax.reporting.plots import write_plots
@@ -145,6 +146,8 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     if config.is_full:
         del files["adapter"]
         say(console, f"the trained model: python -m qerl_jax.export {shlex.quote(str(directory))} OUT --as merged")
+    elif health.refuse_untrained(rows, config):
+        files["adapter, which no step trained"] = files.pop("adapter")
     summary = [(name, result.describe()) for name, result in recorder.evaluations.all().items()]
     summary_table(console, summary, str(directory), list(files.items()))
 
