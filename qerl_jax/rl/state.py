@@ -62,9 +62,11 @@ def init_state(
 
 def _initial(optimizer: optax.GradientTransformation | AdamW, trained: dict[str, Any], layers: int) -> Any:
     """The optimizer's state before the first update. The config's AdamW treats every array by itself, so one program
-    makes the part of each layer, in place of two dispatches for each of hundreds of arrays.
+    makes the part of each layer, in place of two dispatches for each of hundreds of arrays. Where it is
+    traced, as for a memory estimate, which starts no device, it is the plain function: a program asks the devices.
     """
-    if not isinstance(optimizer, AdamW):
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trained))
+    if is_traced or not isinstance(optimizer, AdamW):
         return optimizer.init(trained)
     parts = [at_layer(trained, layer) for layer in range(layers)]
     parts += [outside_layers(trained)] if "weights" in trained else []
