@@ -37,6 +37,7 @@ _WATCH_SECONDS = 1.0
 _POLL_MS = 1000  # between two looks for signals while waiting for other replicas
 _HANG_SECONDS = 15  # time in which the main thread must take notice of a dead replica
 _SAVE_SECONDS = 10  # then, for what is called before the end; with a heartbeat less than launch's patience
+_LEAVE_SECONDS = 30, 5  # that the process with the key-value store waits for the others; where one of them failed
 
 
 def join(
@@ -86,12 +87,10 @@ class Cluster:
       hang_seconds: as in `join`.
     """
 
-    _leave_seconds = 30, 5  # that process 0 waits for the others; where one of them failed
-
     def __init__(self, client: Any, index: int, count: int, hang_seconds: float):
         self._client, self._index, self._count, self._number = client, index, count, 0
         self._hang_seconds, self._before_end = hang_seconds, lambda: None
-        self._failure, self._shutdown = "another process of the run is dead", jax.distributed.shutdown
+        self._failure = "another process of the run is dead"
         self._is_over, self._is_told = threading.Event(), threading.Event()
         signal.signal(LOST, self._raise)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -124,8 +123,17 @@ class Cluster:
         """As in `Link`."""
         return _over_devices(_reduced, vector, sizes)
 
-    def leave(self) -> None:
-        """As in `Link`. Process 0, with which the key-value store ends, waits a while for the others."""
+    def leave(
+        self,
+        patience: tuple[float, float] = _LEAVE_SECONDS,
+        shutdown: Callable[[], None] = jax.distributed.shutdown,
+    ) -> None:
+        """As in `Link`. Process 0, with which the key-value store ends, waits a while for the others.
+
+        Args:
+          patience: seconds of that; those where another process has failed.
+          shutdown: ends this process's connection.
+        """
         self._is_over.set()
         if self._index:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -133,9 +141,9 @@ class Cluster:
         else:  # those that are connected when the store ends are aborted
             waiting = threading.Thread(target=self._wait_for_others, daemon=True)
             waiting.start()
-            waiting.join(self._leave_seconds[self._is_told.is_set()])
+            waiting.join(patience[self._is_told.is_set()])
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._shutdown()
+            shutdown()
         self._watcher.join(_WATCH_SECONDS)
 
     def _wait_for_others(self) -> None:

@@ -187,15 +187,15 @@ def test_the_process_with_the_store_leaves_last(index):
     """The others say that they have left; it waits until they are no longer there, less long where one has failed."""
     alive, ended = [[0, 1, 2], [0, 2], [0]], []
     link = link_of(store := {}, index, 3)
-    link._leave_seconds, link._shutdown = (60, 0), lambda: ended.append(list(alive))
+    given = (60, 0), lambda: ended.append(list(alive))
     link._client.get_live_nodes = lambda nodes: alive.pop(0) if nodes == [0, 1, 2] else []
-    link.leave()
+    link.leave(*given)
     assert ended == [[] if index == 0 else [[0, 1, 2], [0, 2], [0]]] and link._is_over.is_set()
     assert store == ({} if index == 0 else {"qerl_jax/left/1": b""})
     link._client.get_live_nodes = lambda nodes: nodes
     link._is_told.set()
     began = time.monotonic()
-    link.leave()
+    link.leave(*given)
     assert time.monotonic() - began < 30
     link._client.get_live_nodes = lambda nodes: []  # ends the thread that waits
 
