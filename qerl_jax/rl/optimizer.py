@@ -29,6 +29,9 @@ from qerl_jax.rl.metrics import Sums, mean_metrics
 from qerl_jax.rl.state import at_layer, from_layers, outside_layers, trained_trees
 from qerl_jax.types import TrainState
 
+Step = AdamW | Partial
+"""The config's optimizer, whose numbers are arrays, or the step of another one."""
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["structure", "shapes"])
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +139,12 @@ def finish(
 
 @program
 def stays_finite(
-    update: AdamW | Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+    update: Step, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> Bool[Array, ""]:
     """Whether everything so far is finite, and the optimizer's state and the parameters after its step.
 
     Args:
-      update: the config's optimizer, whose numbers are arrays, or the step of another one.
+      update: of the optimizer.
       before: "opt_state" and the trained trees, of one layer, of none or of all.
       gradient: gradient of the trained trees.
       factor: from `finish`.
@@ -157,7 +160,7 @@ def stays_finite(
 
 @program(donate_argnums=2)
 def apply(
-    update: AdamW | Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+    update: Step, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:
     """The optimizer's state and the parameters after its step, or `before` where an update is not finite. Arguments as
     in `stays_finite`, `finite` from the last part; the gradient is donated.
@@ -167,22 +170,20 @@ def apply(
 
 @program
 def apply_flat(
-    update: AdamW | Partial, before: dict[str, Any], gradient: Flat, factor: Float32[Array, ""], finite: Bool[Array, ""]
+    update: Step, before: dict[str, Any], gradient: Flat, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:
     """`apply`, but for the donation: no result has the shape of the vector."""
     return _applied(update, before, gradient, factor, finite)
 
 
 def _applied(
-    update: AdamW | Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
+    update: Step, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:
     after = _stepped(update, before, gradient, factor)
     return jax.tree.map(lambda new, last: jnp.where(finite, new, last), after, before)
 
 
-def _stepped(
-    update: AdamW | Partial, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]
-) -> dict[str, Any]:
+def _stepped(update: Step, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
     gradient = gradient.tree() if isinstance(gradient, Flat) else gradient
     params = {name: before[name] for name in gradient}
     gradient = jax.tree.map(lambda leaf: factor * leaf, gradient)

@@ -47,7 +47,7 @@ def test_where_the_kernels_run(caplog, capability, version, dtype, missing):
             dispatch.choose("nvfp4_matmul", "mosaic_gpu", missing)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a CPU")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what holds without a GPU")
 def test_without_an_nvidia_gpu_xla_runs_and_nothing_is_said(caplog):
     """The facts are those of an H200, for which programs are compiled there."""
     missing = dispatch.missing_for_mosaic_gpu(jnp.bfloat16)
