@@ -191,6 +191,14 @@ def test_epochs_make_the_steps_of_trl():
         assert config.num_rollouts == -(-run["updates"] // run["config"]["num_iterations"])
 
 
+@pytest.mark.parametrize(
+    ("given", "positions", "found"), [(None, 4096, 512), (None, 1400, 376), (None, 1024, 1), (600, 1400, 600)]
+)
+def test_the_default_length_of_prompts_fits_the_model(given, positions, found):
+    config = Config(max_prompt_length=given, max_completion_length=1024).with_max_prompt_length(positions)
+    assert config == Config(max_prompt_length=found, max_completion_length=1024)
+
+
 def test_given_steps_count_and_epochs_need_a_rollout_of_problems():
     given = Config(max_steps=7, num_train_epochs=3, num_iterations=4)
     assert given.with_max_steps(10**6) is given and given.num_rollouts == 2

@@ -178,8 +178,8 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         "reward_funcs 'think_format_reward', of weight 0.5: no built-in reward is the same; the nearest is "
         "strict_format, which asks for an answer block, too",
         "report_to trackio: tensorboard or wandb",
-        "no limit of prompts: those of more than max_prompt_length 512 tokens are dropped; with "
-        "max_completion_length it is at most the model's max_position_embeddings",
+        "no limit of prompts: those of more than max_prompt_length tokens are dropped, by default 512 or what "
+        "max_completion_length leaves of the model's max_position_embeddings",
         "vllm_gpu_memory_utilization '0.4': needs rollout_backend vllm",
         "use_vllm True: rollout_backend (vllm; left out, the trainer's own engine samples)",
         "logging_steps '1': metrics.jsonl has every step",

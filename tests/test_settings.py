@@ -46,7 +46,7 @@ def test_every_default_of_a_config():
         "model": "", "adapter": None, "weight_format": None, "dtype": "bfloat16", "matmul_kernel": "auto",
         "dataset": ("gsm8k",), "dataset_weights": None, "prompt_column": "question", "answer_column": "answer",
         "reward_columns": (), "data_order": "shuffled", "prompt_format": None, "system_prompt": None,
-        "max_prompt_length": 512, "overlong_prompts": "drop",
+        "max_prompt_length": None, "overlong_prompts": "drop",
         "output_dir": "runs/qerl", "resume": "never", "overwrite": False, "allow_changed_inputs": False,
         "save_steps": 50, "save_total_limit": 3, "report_to": (), "compilation_cache_dir": None, "seed": 0,
         "max_steps": -1, "num_train_epochs": 1.0, "batch_size": 256, "num_iterations": 1,
@@ -250,7 +250,7 @@ def test_a_run_reads_the_columns_that_its_config_names(adapted, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row | {"level": level}) for level in (5, 3, 4)))
     columns = {"prompt_column": "q", "answer_column": "a", "data_order": "level", "eval_samples": 2}
     files = {"dataset": str(tmp_path / "rows.jsonl"), "eval_dataset": str(tmp_path / "rows.jsonl")}
-    config = Config(model=str(model), **columns, **files)
+    config = Config(model=str(model), max_prompt_length=512, **columns, **files)
     stream, evaluation = prepare.load_problems(config, policy.tokenizer, Console(quiet=True))
     assert [item.problem.extra["level"] for item in stream.at(0, 3)] == [3, 4, 5]
     for items in stream.at(0, 3), evaluation:

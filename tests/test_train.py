@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.safetensors import open_checkpoint
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.command import STOPPED
-from qerl_jax.config import Config, ConfigError, dump
+from qerl_jax.config import Config, ConfigError, dump, load
 from qerl_jax.data.files import DataError
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting.metrics import read_metrics
@@ -166,7 +167,10 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, capfd):
     (tmp_path / "own.py").write_text(STOPPING.format(metrics=str(directory / "metrics.jsonl")))
     reward = {"reward_funcs": (f"{tmp_path / 'own.py'}:reward",), "reward_weights": None, "reward_workers": 0}
     settings = {"num_iterations": 1, "dynamic_sampling": False, "beta": 0.0}
-    config = runs.config(directory, dataset="arithmetic", max_steps=500, save_steps=400, **reward, **settings)
+    model = shutil.copytree(model_path("tiny"), tmp_path / "short")
+    small.change_json(model / "config.json", max_position_embeddings=120)
+    settings |= {"model": str(model), "max_prompt_length": None, "max_steps": 500, "save_steps": 400}
+    config = runs.config(directory, dataset="arithmetic", **reward, **settings)
     (tmp_path / "config.yaml").write_text(dump(config))
     assert train.main(["--config", str(tmp_path / "config.yaml")]) == STOPPED
     output = capfd.readouterr().out
@@ -175,17 +179,21 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, capfd):
     assert [p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()] == ["2"]
     assert "stopped by SIGTERM after step 2 of 500" in (directory / "report.md").read_text()
     assert runs.read_json(directory / "heartbeat.json")["phase"] == "stopped"
-    for silence in ("loading tiny …", "reading and tokenizing arithmetic …", "step 1 waits until its programs are"):
+    chosen = "max_prompt_length 96: what max_completion_length 24 leaves of the model's 120 positions\n"
+    assert output.count(chosen) == 1 and load(directory / "config.yaml").max_prompt_length == 96
+    for silence in (f"loading {model} …", "reading and tokenizing arithmetic …", "step 1 waits until its programs are"):
         assert silence in output
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, capsys):
     """Config, table and estimate on the terminal; no weights read, no directory made; bad input as in a run."""
-    model = small.unloadable(tmp_path / "model")
+    model = small.unloadable(tmp_path / "model", max_position_embeddings=200)
     before = sorted(tmp_path.rglob("*"))
     flags = ["--model", str(model), "--dry-run", "--seed", "5", "--output-dir", str(tmp_path / "[red]out")]
+    flags += ["--max-prompt-length", "None"]
     assert train.main(["--config", "tiny", *flags]) == 0
     text = capsys.readouterr().out
+    assert "max_prompt_length 148: what max_completion_length 52 leaves of" in text and "_prompt_length: 148" in text
     assert "seed: 5" in text and "[red]out" in text and "adapters, rank 16" in text and "peak, about" in text
     # The prompt as the template renders it, and the rewards' own values: 2 × answer + 0.2 × soft_format.
     assert "<|im_start|>system\n<think>steps</think><answer>number</answer><|im_end|>\n<|im_start|>user\n" in text
@@ -210,6 +218,11 @@ def test_a_run_may_fill_all_positions_of_the_model(tmp_path):
     prepare.check(with_rewards(dataclasses.replace(config, max_completion_length=312)))  # 512
     with pytest.raises(ConfigError, match=r"200 \+ max_completion_length 313 exceed max_position_embeddings 512"):
         prepare.check(with_rewards(dataclasses.replace(config, max_completion_length=313)))
+    advised = (200, 313, "max_prompt_length of at most 199"), (None, 512, "256 leaves prompts 256")
+    for prompt, completion, advice in advised:
+        changed = dataclasses.replace(config, max_prompt_length=prompt, max_completion_length=completion)
+        with pytest.raises(ConfigError, match=f": give .*{advice}$"):
+            prepare.check(with_rewards(changed))
 
 
 NVFP4 = str(Path(__file__).parent / "data/nvfp4/fixture-compressed-tensors-tiny-qwen2")

@@ -20,6 +20,7 @@ def make_config(**changes) -> Config:
         "lora_rank": 2,
         "num_generations": 2,
         "num_iterations": 1,
+        "max_prompt_length": 512,
         "max_completion_length": COMPLETION,
         "max_steps": 10,
         "learning_rate": 1e-2,

@@ -24,6 +24,9 @@ from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Engine, Sampling
 
+PROMPT_LENGTH = 512
+"""`max_prompt_length` where neither the user nor the model's positions set it."""
+
 
 def _with_known_names(cls: type) -> type:
     """Have a dataclass answer names that are none of its fields, with `-` or `_`, by the nearest or by those of other
@@ -93,8 +96,9 @@ class Config:
     model's chat template asks for a form."""
     system_prompt: str | None = None
     """System message of every prompt, replacing any other. None: that of prompt_format, dataset or prompt; "": none."""
-    max_prompt_length: int = 512
-    """Longest prompt in tokens, chat template included."""
+    max_prompt_length: int | None = None
+    """Longest prompt in tokens, chat template included. None: 512, or fewer where max_completion_length leaves fewer of
+    the model's max_position_embeddings."""
     overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
     """Treatment of longer prompts: skipped and counted, cut to their last max_prompt_length tokens, or an error."""
 
@@ -307,6 +311,13 @@ class Config:
             )
         updates = problems // self.num_prompts * self.num_iterations
         return dataclasses.replace(self, max_steps=math.ceil(self.num_train_epochs * updates))
+
+    def with_max_prompt_length(self, positions: int) -> Config:
+        """The config with `max_prompt_length` for a model of so many positions; itself where it is given."""
+        if self.max_prompt_length is not None:
+            return self
+        room = max(1, positions - self.max_completion_length)
+        return dataclasses.replace(self, max_prompt_length=min(PROMPT_LENGTH, room))
 
     @property
     def order_column(self) -> str | None:

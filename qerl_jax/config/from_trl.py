@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from qerl_jax.config.fields import Config, descriptions
+from qerl_jax.config.fields import PROMPT_LENGTH, Config, descriptions
 from qerl_jax.config.files import read_yaml, to_mapping
 from qerl_jax.config.foreign import FOREIGN, is_off
 from qerl_jax.config.values import ConfigError, coerce
@@ -243,10 +243,9 @@ def _optimization(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]
     if "max_prompt_length" in values:
         fields["overlong_prompts"] = "truncate_left"  # as versions of TRL that have the field
     else:
-        most = Config.max_prompt_length
         left_out.append(
-            f"no limit of prompts: those of more than max_prompt_length {most} tokens are dropped; with "
-            "max_completion_length it is at most the model's max_position_embeddings"
+            f"no limit of prompts: those of more than max_prompt_length tokens are dropped, by default {PROMPT_LENGTH} "
+            "or what max_completion_length leaves of the model's max_position_embeddings"
         )
     if (share := values.pop("vllm_gpu_memory_utilization", None)) is not None:
         left_out.append(f"vllm_gpu_memory_utilization {shown(share)}: needs rollout_backend vllm")

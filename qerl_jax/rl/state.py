@@ -24,7 +24,7 @@ def init_state(
 
     Args:
       policy: with the adapters that `config` describes.
-      config: settings of the updates.
+      config: settings of the updates; the state's has `max_prompt_length` filled in.
       optimizer: any optax transformation in place of the config's AdamW and its learning rate (`learning_rate` makes
         that schedule). It sees one tree over all layers, `{"lora": …}`, with `"norms"` under `train_norms`, and
         `{"norms": …, "weights": …}` under full fine-tuning, fp32, and gradients that are clipped to `max_grad_norm`
@@ -36,6 +36,7 @@ def init_state(
     mask; and for full fine-tuning of quantized weights, or with tensor parallelism.
     """
     _check_adapters(policy.lora_config, config)
+    config = config.with_max_prompt_length(policy.config.max_position_embeddings)
     weights = None
     if config.is_full:
         refuse_divided(policy.config.tensor_parallel)

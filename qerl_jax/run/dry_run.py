@@ -23,7 +23,7 @@ from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.devices import device_bytes
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, examined
-from qerl_jax.run.prepare import check_output, load_problems, ready_rewards
+from qerl_jax.run.prepare import check_output, load_problems, ready_rewards, with_prompt_length
 from qerl_jax.run.sample import sample_lines
 
 
@@ -34,6 +34,7 @@ def show_dry_run(config: Config, console: Console, processes: int = 1, tensor_pa
     An output directory that a run may not use is said last. Raises ConfigError where no rollout fits, and what
     `load_problems` and the rewards raise.
     """
+    config = with_prompt_length(config, console)
     with ready_rewards(config, console, download=False) as rewards:
         _show(config, rewards, console, processes, tensor_parallel)
 

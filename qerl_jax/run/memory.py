@@ -149,7 +149,7 @@ def memory_report(
         loaded_format(directory, config.loaded_format),
         _file_bytes(directory),
         parameter_rows(policy, state),
-        estimate_memory(policy, state, config, device_bytes, replicas, gpu),
+        estimate_memory(policy, state, state.config, device_bytes, replicas, gpu),
     )
 
 

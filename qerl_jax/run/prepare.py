@@ -25,6 +25,7 @@ from qerl_jax.checkpoint.of_run import formats_note
 from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
+from qerl_jax.config.fields import PROMPT_LENGTH
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, freeze_date, load_encoded
@@ -57,7 +58,7 @@ class Run:
     """The loaded inputs of a run.
 
     Attributes:
-      config: with its rewards (`choose_rewards.with_rewards`) and `max_steps` filled in.
+      config: with its rewards (`choose_rewards.with_rewards`), `max_prompt_length` and `max_steps` filled in.
       directory: `config.output_dir`.
       console: for messages to the user.
       policy: with fresh or imported adapters.
@@ -127,6 +128,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         check_output(config)
         check(config, replicas.count, replicas.tensor_parallel)
     replicas.agree()
+    config = with_prompt_length(config, console)
     if config.deterministic:
         make_deterministic()
     say(console, use_compilation_cache(config.compilation_cache_dir))
@@ -257,9 +259,11 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
     model = dataclasses.replace(model_config(directory), tensor_parallel=tensor_parallel)
     positions = model.max_position_embeddings
     accepted_quantization(directory, config.loaded_format)
+    config = config.with_max_prompt_length(positions)
     if config.max_prompt_length + config.max_completion_length > positions:
-        room = positions - config.max_completion_length
-        advice = f"a max_prompt_length of at most {room}" if room > 0 else "a smaller max_completion_length"
+        room, half = positions - config.max_completion_length, positions // 2
+        prompts = f"a max_prompt_length of at most {room}"
+        advice = prompts if room > 0 else f"a smaller max_completion_length: {half} leaves prompts {positions - half}"
         raise ConfigError(
             f"max_prompt_length {config.max_prompt_length} + max_completion_length {config.max_completion_length} "
             f"exceed max_position_embeddings {positions} of {directory / 'config.json'}: give {advice}"
@@ -268,6 +272,19 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
         if (devices := processes * tensor_parallel) > 1:
             raise ConfigError(f"rollout_backend 'vllm' uses one GPU, this run has {devices}: --devices 1")
         check_vllm(config, directory)
+
+
+def with_prompt_length(config: Config, console: Console) -> Config:
+    """The config with `max_prompt_length` for its model, which is said where the model's positions set it."""
+    positions = model_config(assets.model_path(config.model, weights=False)).max_position_embeddings
+    chosen = config.with_max_prompt_length(positions)
+    if config.max_prompt_length is None and chosen.max_prompt_length < PROMPT_LENGTH:
+        say(
+            console,
+            f"max_prompt_length {chosen.max_prompt_length}: what max_completion_length {config.max_completion_length} "
+            f"leaves of the model's {positions} positions",
+        )
+    return chosen
 
 
 def load(

@@ -223,6 +223,7 @@ def test_objects_that_are_no_rewards_and_no_records(tmp_path):
     assert with_objects(config, min, None, None).reward_funcs == with_objects(config, [min], None, None).reward_funcs
     assert with_objects(config, "dapo", None, None).reward_funcs == ("dapo",)
     evaluated = with_objects(dataclasses.replace(config, dataset="arithmetic"), None, None, held_out)
+    evaluated = evaluated.with_max_prompt_length(4096)
     _, problems = prepare.load_problems(evaluated, load_tokenizer(model_path("tiny")), Console())
     assert [item.problem.prompt for item in problems] == ["p"] and correctness_reward(
         evaluated.eval_dataset

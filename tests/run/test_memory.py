@@ -133,10 +133,10 @@ def test_processes_need_memory_for_their_own_completions():
     with pytest.raises(ConfigError, match=r"cannot hold 128 completions .* need 15\.6 GB; .*--tensor-parallel-size 2"):
         memory.refuse_oversized(config, 20e9)
     memory.refuse_oversized(config, 20e9, 2)
-    policy, _ = abstract_run(config)  # beside which so much is free once it is there
-    refuse_rollout(policy, config, Replicas(1, 2), 10_000_000_000)
+    policy, state = abstract_run(config)  # beside which so much is free once it is there
+    refuse_rollout(policy, state.config, Replicas(1, 2), 10_000_000_000)
     with pytest.raises(ValueError, match="cannot hold 128 completions"):
-        refuse_rollout(policy, config, Replicas(), 10_000_000_000)
+        refuse_rollout(policy, state.config, Replicas(), 10_000_000_000)
     # Two GPUs of 11 GB hold neither their half of the completions, nor all of them by half of the heads; on four a
     # quarter of the heads does.
     with pytest.raises(ConfigError, match=r"need 7\.82 GB; .*--tensor-parallel-size 4$"):

@@ -44,6 +44,7 @@ def test_training_and_evaluation_read_their_own_splits(tmp_path, is_bundled):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
     evaluated = "arithmetic" if is_bundled else str(tmp_path)
     config = Config(model="tiny", dataset=(str(tmp_path), "arithmetic"), eval_dataset=evaluated, eval_samples=3)
+    config = config.with_max_prompt_length(4096)
     stream, evaluation = load_problems(config, load_tokenizer(model_path("tiny")), Console(quiet=True))
     files, bundled = (
         [(one.problem.id, one.problem.prompt, one.problem.answer) for one in part] for part in stream.sets
@@ -62,7 +63,9 @@ def test_training_and_evaluation_read_their_own_splits(tmp_path, is_bundled):
     ],
 )
 def test_the_system_prompt_of_a_config_reaches_training_and_evaluation(settings, asked):
-    config = Config(model="tiny", dataset="arithmetic", eval_dataset="arithmetic", eval_samples=1, **settings)
+    config = Config(
+        model="tiny", dataset="arithmetic", eval_dataset="arithmetic", eval_samples=1, max_prompt_length=512, **settings
+    )
     tokenizer = load_tokenizer(model_path("tiny"))
     stream, evaluation = load_problems(config, tokenizer, Console(quiet=True))
     for item in stream.sets[0][0], evaluation[0]:
