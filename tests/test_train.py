@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def test_a_run_says_what_it_does_and_found(finished):
     before, after = (Evaluation.from_json(result) for result in results.values())
     report = (directory / "report.md").read_text()
     assert f"| before | {before.describe()} |\n| after | {after.describe()} |\n" in report
+    assert re.search(r"\n\| compiling \(since the last start\) \| \d+\.\d \| ", report)
 
 
 def test_a_run_leaves_what_it_promises(finished):
@@ -335,7 +337,7 @@ def test_a_curriculum_by_a_column(tmp_path):
         rows = [{"question": f"{path.stem}{level}", "answer": "1", "level": level} for level in levels]
         path.write_text("\n".join(map(json.dumps, rows)))
     tokenizer, console = load_tokenizer(model_path("tiny")), Console(record=True)
-    config = Config("tiny", dataset=tuple(map(str, files)), data_order="level")
+    config = Config("tiny", max_prompt_length=256, dataset=tuple(map(str, files)), data_order="level")
     stream, _ = prepare.load_problems(config, tokenizer, console)
     assert [item.problem.prompt for item in stream.at(0, 4)] == ["b1", "a1.5", "b2", "a3"]
     assert "left out 1 of 3 records: 1 × no 'level'" in console.export_text()

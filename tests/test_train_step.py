@@ -326,6 +326,8 @@ def test_the_end_of_a_run(step, tmp_path):
     recorder.metrics.append(10, {"num_tokens": 2000, "reward": 0.5, "grad_norm": 0.0, "frac_reward_zero_std": 1.0})
     lifecycle.finish_run(run, recorder, last)
     assert "│ adapter, which no step trained │ adapter " in said.getvalue()
+    report = (step.run.directory / "report.md").read_text()
+    assert "- none of 1 steps trained anything: the rewards of every group were equal; try" in report
     [(evaluated, ids, sampling, key, slots, is_exported)] = calls
     assert evaluated.norms is last.norms and evaluated.lora is last.lora and evaluated.frozen is policy.frozen
     assert ids == [item.problem.id for item in run.eval_problems] and sampling == config.eval_sampling

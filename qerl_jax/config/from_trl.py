@@ -134,7 +134,8 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
             fields["dataset"] = str(dataset)
         elif dataset is not None:
             left_out.append(
-                f"dataset_name {shown(dataset)}: name a file as dataset, or give records to train(train_dataset=…)"
+                f"dataset_name {shown(dataset)}: name a file as dataset, which datasets.load_dataset(…).to_json(FILE) "
+                "writes, or give records to train(train_dataset=…)"
             )
         asked = [column for file in files.values() for column in columns_of(file)]
         gold = "solution" if "accuracy_reward" in names else "answer" if "answer" in asked else ""

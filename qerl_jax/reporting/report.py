@@ -15,6 +15,7 @@ import numpy as np
 from qerl_jax.atomic import write_text
 from qerl_jax.checkpoint.run_files import PLOTS_DIR, REPORT_FILE
 from qerl_jax.config import Config, to_mapping
+from qerl_jax.config.fields import PROMPT_LENGTH
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting import health
 
@@ -82,7 +83,7 @@ def render(name: str, config: Config, metrics: list[dict[str, Any]], ending: End
         tenth = max(1, len(metrics) // 10)
         first, last = (f"first {tenth} steps", f"last {tenth} steps") if tenth > 1 else ("first step", "last step")
         lines += table(("in training, mean of", first, last), _progress(metrics, tenth))
-        lines += _notes(metrics, ending)
+        lines += _notes(config, metrics, ending)
     lines += [f"![{Path(plot).stem}]({PLOTS_DIR}/{plot})" for plot in plots] + [""]
     lines += ["## Settings that differ from the defaults", ""]
     lines += table(("field", "value", "default"), differences(config))
@@ -114,7 +115,7 @@ def _progress(metrics: list[dict[str, Any]], tenth: int) -> list[tuple[str, ...]
     ]
 
 
-def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
+def _notes(config: Config, metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
     """Problems that deserve attention; empty if there were none."""
 
     def total(key: str) -> int:
@@ -123,6 +124,8 @@ def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
     notes = [
         f"- {hook} was given to `train`{f': `{name}`' if name != hook else ''}." for hook, name in ending.hooks.items()
     ]
+    if not ending.reason and (said := health.refuse_untrained(metrics, config)):
+        notes.append(f"- {said}.")
     notes += [f"- At the end {sentence}." for sentence in health.warnings(metrics).values()]
     if skipped := total("skipped"):
         notes.append(f"- {skipped} updates were not finite and changed nothing; their batches are in `nonfinite/`.")
@@ -133,7 +136,7 @@ def _notes(metrics: list[dict[str, Any]], ending: Ending) -> list[str]:
 
 def differences(config: Config) -> list[tuple[str, ...]]:
     """Field, value and default of each setting that is not the default, but for those of this start alone."""
-    ours, defaults = to_mapping(config), to_mapping(Config())
+    ours, defaults = to_mapping(config), to_mapping(Config(max_prompt_length=PROMPT_LENGTH))
     return [
         (f"`{key}`", f"{value}", f"{defaults[key]}")
         for key, value in ours.items()

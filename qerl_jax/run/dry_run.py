@@ -86,7 +86,9 @@ def local_problems(config: Config, tokenizer: Any, console: Console) -> list[Enc
     chosen = dataclasses.replace(config, dataset=local or (BUNDLED,), dataset_weights=None, eval_dataset=evaluated)
     stream, _ = load_problems(chosen, tokenizer, console)
     if local == config.dataset:
-        config.with_max_steps(len(stream))
+        steps = config.with_max_steps(len(stream)).max_steps
+        if config.max_steps == -1:
+            say(console, f"num_train_epochs {config.num_train_epochs:g} of {len(stream)} problems: max_steps {steps}")
     return [item for items in stream.sets for item in items] if local else []
 
 

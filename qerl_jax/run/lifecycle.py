@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
@@ -128,7 +129,8 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     reason = "" if is_done else signal.Signals(recorder.stopped).name
     phases = recorder.phases
     phases.step = last  # none is in progress
-    ending = Ending(last, reason, recorder.evaluations.all(), phases.totals, run.given)
+    seconds = phases.totals | Counter(compiling=run.programs.waited if run.programs else 0)
+    ending = Ending(last, reason, recorder.evaluations.all(), seconds, run.given)
     write_report(directory, config, rows, ending)
     phases.beat("stopped" if reason else "finished")
     if reason:

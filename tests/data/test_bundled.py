@@ -67,7 +67,7 @@ def test_prompts_fit_the_default_run(tokenizer):
 
 
 def test_the_record_is_of_these_weights():
-    record = json.loads((model_path("tiny") / "pretraining.json").read_text())
+    record = json.loads(model_path("tiny").with_name("tiny-qwen2-pretraining.json").read_text())
     weights = (model_path("tiny") / "model.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == record["sha256"] and len(weights) <= 8e6
     assert 0.25 <= record["heldout"]["nvfp4"]["pass_at_1"] <= 0.5
