@@ -1,6 +1,6 @@
 """Layers divided over two devices, of a CPU simulated ones, against whole ones. `test_tensor_parallel.py` runs it.
 
-    python divided.py MODEL
+    python divided.py MODEL CASE …
 
 Prints a line of JSON for each case: its name, and what it found.
 """
@@ -13,7 +13,6 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from updates import LENGTH, make_batch, make_config
 
 from qerl_jax import Engine, Policy, Sampling, generate, grpo_step, init_state, keys, make_update_plan, token_logprobs
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.checkpoint.reader import on_devices
 from qerl_jax.compilation import committed
 from qerl_jax.models.config import LAYER_NORMS, TensorSpec, tensors_of
@@ -56,24 +56,24 @@ MODEL = Path(sys.argv[1])
 COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-[a-z]+)(?:-start)?\(")
 
 
-def policies(weight_format: str, form: Callable | None = None) -> list[Policy]:
-    """A policy on one device and the same on two, with random adapters and norms; `form`: of its tensors."""
-    whole, found = load(weight_format, 1), []
+@functools.cache
+def policies() -> list[Policy]:
+    """A policy of packed NVFP4 on one device and the same on two, with random adapters and norms."""
+    whole, found = load(1), []
     for count in (1, DEVICES):
-        policy = load(weight_format, count)
-        if form is not None:
+        policy = load(count)
 
-            def tensor(spec: TensorSpec, layer: int | None, count: int = count) -> Any:
-                return on_devices(at(whole, spec, layer), spec, count, form)
+        def tensor(spec: TensorSpec, layer: int | None, count: int = count) -> Any:
+            return on_devices(at(whole, spec, layer), spec, count, packed)
 
-            policy = policy.replace(frozen=weight_trees(policy.config, tensor)[0])
+        policy = policy.replace(frozen=weight_trees(policy.config, tensor)[0])
         policy = with_norm_offsets(randomized(policy, 1), 2)
         found.append(committed(policy, count).replace(tokenizer=None))
     return found
 
 
-def load(weight_format: str, count: int, rank: int = RANK) -> Policy:
-    return load_policy(MODEL, weight_format, LoraConfig(rank), jnp.float32, tensor_parallel=count)
+def load(count: int) -> Policy:
+    return load_policy(MODEL, "nvfp4", LoraConfig(RANK), jnp.float32, tensor_parallel=count)
 
 
 def at(policy: Policy, spec: TensorSpec, layer: int | None) -> Any:
@@ -85,7 +85,7 @@ def at(policy: Policy, spec: TensorSpec, layer: int | None) -> Any:
 
 def slices() -> dict[str, Any]:
     """Parts of layer 1's tensors, packed on each device, that are not the bytes of its heads or features."""
-    model, wrong = load("nvfp4", 1), []
+    model, wrong = load(1), []
     specs = [spec for spec in tensors_of(model.config) if division_of(spec.path)]
     for spec in specs:
         whole = at(model, spec, 1)
@@ -116,8 +116,9 @@ def packed(part: Any) -> Any:
     return pack(part) if isinstance(part, Weight) else part
 
 
-def completions(one: Policy, two: Policy) -> dict[str, Any]:
+def completions() -> dict[str, Any]:
     """Of four slots, so that some are filled again."""
+    one, two = policies()
     rollouts = [generate(policy, PROMPTS, SAMPLING, KEY, Engine(slots=4, chunk=4)) for policy in (one, two)]
     logprobs = [
         token_logprobs(policy, rollout.tokens, rollout.attention_mask)
@@ -132,8 +133,8 @@ def completions(one: Policy, two: Policy) -> dict[str, Any]:
     }
 
 
-def update(one: Policy, two: Policy) -> dict[str, Any]:
-    """Two updates of several micro-batches with KL, capped weights and trained norms; some layers recompute."""
+def update() -> dict[str, Any]:
+    """Two updates of several micro-batches with KL, capped weights and trained norms; the first layer recomputes."""
     config = make_config(
         batch_size=ROWS,
         num_iterations=2,
@@ -143,12 +144,13 @@ def update(one: Policy, two: Policy) -> dict[str, Any]:
         max_grad_norm=0.3,
         lora_rank=RANK,
     )
+    one, two = policies()
     batch, after = make_batch(one.config.vocab_size, 0, ROWS), []
     for policy in (one, two):
         state = init_state(policy, config)
         plan = make_update_plan(state, policy.frozen, longest=LENGTH)
         pack = dataclasses.replace(plan.pack, suffixes=5, prefixes=5)
-        plan = dataclasses.replace(plan, pack=pack, recomputed=1, recomputed_gate_up=1)
+        plan = dataclasses.replace(plan, pack=pack, recomputed=1)
         after.append(grpo_step(state, policy.frozen, batch, plan))
     (first, metrics), (second, own) = after
     divided = whole_of(second)
@@ -161,7 +163,17 @@ def update(one: Policy, two: Policy) -> dict[str, Any]:
         "wanted_bytes": bytes_on_device(divided, DEVICES),
         "whole_bytes": bytes_on_device(divided),
         "collectives": collectives(two, state, batch, plan),
+        "restored": restored(second, init_state(one, config), init_state(two, config)),
     }
+
+
+def restored(state: Any, *others: Any) -> float:
+    """How far a state is from what states on one device and on two read of its checkpoint."""
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoints = Checkpointer(directory, 1)
+        checkpoints.save(state)
+        checkpoints.close()
+        return max(difference(whole_of(Checkpointer(directory, None).restore(own)), whole_of(state)) for own in others)
 
 
 def collectives(policy: Policy, state: Any, batch: Any, plan: Any) -> dict[str, list[str]]:
@@ -175,8 +187,13 @@ def collectives(policy: Policy, state: Any, batch: Any, plan: Any) -> dict[str, 
     return {name: sorted(kinds) for name, kinds in found.items()}
 
 
-def run(directory: Path) -> dict[str, Any]:
+def run() -> dict[str, Any]:
     """A step of training on two devices, another one from its checkpoint, and the last one read by one device."""
+    with tempfile.TemporaryDirectory() as directory:
+        return _run(Path(directory))
+
+
+def _run(directory: Path) -> dict[str, Any]:
     (directory / "reward.py").write_text("def reward(completions, **_):\n    return list(map(len, completions))\n")
     rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(8)]
     (directory / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -205,17 +222,10 @@ def difference(a: Any, b: Any) -> float:
     return max(float(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()) for x, y in pairs)
 
 
-def main() -> None:
-    say(slices=slices())
-    say(completions=completions(*policies("nvfp4", packed)))
-    with tempfile.TemporaryDirectory() as directory:
-        say(run=run(Path(directory)))
-    say(update=update(*policies("bf16")))
-
-
-def say(**found: Any) -> None:
-    print(json.dumps(found), flush=True)
+def main(cases: list[str]) -> None:
+    for case in cases:
+        print(json.dumps({case: {"slices": slices, "completions": completions, "update": update, "run": run}[case]()}))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[2:])

@@ -30,8 +30,8 @@ REDUCED = {"add_squares", "stays_finite"}
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def found(request, tmp_path_factory):
-    """What `divided.py` found, by case."""
+def find(request, tmp_path_factory):
+    """What `divided.py` finds of cases, by their names."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     if request.param == "cpu":
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
@@ -41,10 +41,19 @@ def found(request, tmp_path_factory):
     else:  # beside what this process has taken
         environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     model = small.bf16(tmp_path_factory.mktemp("divided") / "model", num_attention_heads=4, num_key_value_heads=2)
-    command = [sys.executable, HERE / "divided.py", model]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return dict(item for line in ran.stdout.splitlines() for item in json.loads(line).items())
+
+    def run(*cases: str) -> dict:
+        command = [sys.executable, HERE / "divided.py", model, *cases]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        return dict(item for line in ran.stdout.splitlines() for item in json.loads(line).items())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def found(find):
+    return find("slices", "completions", "update")
 
 
 def test_each_device_holds_its_heads_and_features_byte_for_byte(found):
@@ -66,6 +75,7 @@ def test_an_update_is_that_of_one_device(found):
     case = found["update"]
     assert case["state"] < (2e-6 if case["on"] == "cpu" else 2e-5) < 1e-3 < case["moved"]
     assert case["metrics"] < 1e-4
+    assert case["restored"] == 0
 
 
 def test_devices_share_adapters_and_moments_as_estimated(found):
@@ -80,8 +90,9 @@ def test_programs_bring_nothing_together_but_sums(found):
     assert {name for name, kinds in collectives.items() if kinds} == LOCAL | REDUCED
 
 
-def test_a_run_trains_resumes_and_is_read_by_one_device(found):
-    case = found["run"]
+@pytest.mark.nightly
+def test_a_run_trains_resumes_and_is_read_by_one_device(find):
+    case = find("run")["run"]
     assert case["steps"] == [1, 2] and max(case["rewards"]) > 0
     assert case["restored"] == 0 < case["moved"]
     assert case["weights"][0] == case["weights"][1]  # the dry run's
