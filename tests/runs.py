@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
+import small
 
 from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.checkpoint.run_files import CONFIG_FILE
@@ -94,6 +95,18 @@ def in_the_second_update(act: Callable[[], None]) -> Callable[[dict[str, float],
 def config(directory: Path, **changes: object) -> Config:
     """A small run into `directory`."""
     return Config(**(SMALL | {"output_dir": str(directory)} | changes))
+
+
+def on_small(place: Path, quantized: bool = True) -> dict[str, object]:
+    """Settings of a run on a random model of 20,000 parameters, which is rewarded for different letters. Model and
+    reward are made in `place`.
+    """
+    (place / "letters.py").write_text(
+        "def reward(completions, **_):\n    return [float(len(set(c))) for c in completions]\n"
+    )
+    model = small.nvfp4(place / "model") if quantized else small.bf16(place / "model")
+    settings = {"model": str(model), "weight_format": None, "max_prompt_length": 120, "reward_workers": 0}
+    return settings | {"reward_funcs": (f"{place / 'letters.py'}:reward",), "reward_weights": None}
 
 
 def learning(directory: Path, **changes: object) -> Config:

@@ -1,8 +1,9 @@
-"""Six steps on the bundled policy make it better, and what a run leaves is the policy that it trained."""
+"""Six steps on the bundled policy make it better, and the run says and leaves what it found, did and trained."""
 
 from __future__ import annotations
 
 import itertools
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +18,11 @@ from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.compilation import committed
-from qerl_jax.evaluation import evaluate
+from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import prepare
+from qerl_jax.run.choose_rewards import with_rewards
 
 STEPS = 6
 
@@ -36,10 +38,60 @@ def learnt(tmp_path_factory):
         sigma_start=0.0,
         sigma_end=0.0,
         max_steps=STEPS,
-        save_steps=STEPS,
+        save_steps=2,
     )
-    train.train(config, Console(quiet=True))
+    with directory.with_name("said").open("w") as said:
+        train.train(config, Console(file=said, width=200))
     return directory, config
+
+
+def test_a_run_says_what_it_does_and_found(learnt):
+    """Sizes, both evaluations, each step, and at the end results and files."""
+    directory, config = learnt
+    said = directory.with_name("said").read_text()
+    results = runs.read_json(directory / "evaluation.json")
+    parameters = prepare.load(config).config.parameter_count() / 1e6
+    for line in (
+        f"tiny: {parameters:.1f} M parameters, {runs.COUNT} problems, into {directory}",
+        f"evaluating the policy on {config.eval_samples} problems before training …",
+        "step 1 waits until its programs are compiled …",
+        "evaluating the trained policy on the same problems …",
+    ):
+        assert said.splitlines().count(line) == 1, line
+    for row in read_metrics(directory):
+        numbers = f"step {row['step']}/{STEPS}  reward {row['reward']:.3f}  entropy {row['entropy']:.3f}"
+        assert f"{numbers}  σ {row['aqn/sigma']:.1e}  length {row['completions/mean_length']:.0f}" in said
+    *_, end = said.partition(f"run finished, in {directory}\n")
+    shown = [[cell.strip() for cell in line.strip("│").split("│")] for line in end.splitlines() if line[:1] == "│"]
+    assert shown == [
+        *([name, Evaluation.from_json(result).describe()] for name, result in results.items()),
+        *(["report", "report.md"], ["metrics", "metrics.jsonl"], ["completions", "completions"]),
+        *(["checkpoints", "checkpoints"], ["plots", "plots"], ["adapter", "adapter"]),
+    ]
+    assert list(results) == ["before", "after"]
+    before, after = (Evaluation.from_json(result) for result in results.values())
+    report = (directory / "report.md").read_text()
+    assert f"| before | {before.describe()} |\n| after | {after.describe()} |\n" in report
+    assert re.search(r"\n\| compiling \(since the last start\) \| \d+\.\d \| ", report)
+
+
+def test_a_run_leaves_what_it_promises(learnt):
+    directory, config = learnt
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "evaluation.json",
+        "adapter/adapter_config.json",
+        "adapter/adapter_model.safetensors",
+        "report.md",
+    ):
+        assert (directory / name).stat().st_size > 0, name
+    assert runs.run_config(directory) == with_rewards(config)
+    for name in ("reward", "accuracy", "entropy", "length", "mismatch"):
+        assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["4", "6"]
+    beat = runs.read_json(directory / "heartbeat.json")
+    assert (beat["step"], beat["phase"]) == (STEPS, "finished")
 
 
 def test_the_reward_rises(learnt):
@@ -58,13 +110,22 @@ def test_the_policy_that_samples_is_the_one_that_is_trained(learnt):
         assert abs(row["sampling/importance_sampling_ratio/mean"] - 1) < 1e-4
 
 
-def test_every_step_has_problems_of_its_own(learnt):
+def test_completions_of_a_run_agree_with_its_metrics(learnt):
+    """And every step has problems of its own, each with a group of completions."""
     directory, config = learnt
     seen = []
-    for step in range(1, STEPS + 1):
-        table = pyarrow.parquet.read_table(directory / "completions" / f"step_{step:06d}.parquet").to_pydict()
+    for row in read_metrics(directory):
+        table = pyarrow.parquet.read_table(directory / "completions" / f"step_{row['step']:06d}.parquet").to_pydict()
+        assert len(table["completion"]) == config.batch_size
+        assert np.mean(table["reward"]) == pytest.approx(row["reward"])
+        assert np.mean(table["rewards/answer"]) == pytest.approx(row["accuracy"])
+        groups = np.reshape(table["problem_id"], (-1, config.num_generations))
+        assert (groups == groups[:, :1]).all()
         seen.append(frozenset(table["problem_id"]))
         assert len(seen[-1]) == config.num_prompts
+        rewards = zip(table["reward"], table["rewards/answer"], table["rewards/soft_format"], strict=True)
+        for reward, correct, soft in rewards:
+            assert reward == pytest.approx(2 * correct + 0.2 * soft)
     for one, other in itertools.combinations(seen, 2):
         assert not one & other
 

@@ -1,11 +1,9 @@
-"""The whole program on the bundled policy: what a run leaves, and that kills, signals and bad batches lose nothing."""
+"""The whole program: signals and bad batches lose nothing; what a dry run shows, what a run reads and refuses."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
-import shutil
 from pathlib import Path
 
 import jax
@@ -25,7 +23,6 @@ from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.command import STOPPED
 from qerl_jax.config import Config, ConfigError, dump, load
 from qerl_jax.data.files import DataError
-from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.rewards.load import Rewards
@@ -36,122 +33,8 @@ from qerl_jax.types import TrainState
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A completed run over a mixture, evaluated before and after."""
-    directory = tmp_path_factory.mktemp("runs") / "through"
-    few = directory.parent / "few.jsonl"  # so few that the run meets each several times
-    rows = [{"question": f"Zed has {n} pens. Zed finds 4 more pens. How many?", "answer": str(n + 4)} for n in range(3)]
-    few.write_text("\n".join(map(json.dumps, rows)))
-    config = runs.config(
-        directory,
-        max_steps=8,
-        dataset=(str(runs.PROBLEMS), str(few)),
-        dataset_weights=(1, 1),
-        system_prompt="",
-        eval_dataset="arithmetic",
-        eval_samples=8,
-        eval_batch_size=8,
-    )
-    with directory.with_name("said").open("w") as said:
-        train.train(config, Console(file=said, width=200))
-    return directory, config
-
-
-def test_a_run_says_what_it_does_and_found(finished):
-    """Sizes, both evaluations, each step, and at the end results and files."""
-    directory, config = finished
-    said = directory.with_name("said").read_text()
-    results = runs.read_json(directory / "evaluation.json")
-    first, *steps, last = (row for row in read_metrics(directory))
-    parameters = prepare.load(config).config.parameter_count() / 1e6
-    for line in (
-        f"tiny: {parameters:.1f} M parameters, {runs.COUNT + 3} problems, into {directory}",
-        "evaluating the policy on 8 problems before training …",
-        "step 1 waits until its programs are compiled …",
-        "evaluating the trained policy on the same problems …",
-    ):
-        assert said.splitlines().count(line) == 1, line
-    for row in (first, *steps, last):
-        numbers = f"step {row['step']}/4  reward {row['reward']:.3f}  entropy {row['entropy']:.3f}"
-        assert f"{numbers}  σ {row['aqn/sigma']:.1e}  length {row['completions/mean_length']:.0f}" in said
-    *_, end = said.partition(f"run finished, in {directory}\n")
-    shown = [[cell.strip() for cell in line.strip("│").split("│")] for line in end.splitlines() if line[:1] == "│"]
-    assert shown == [
-        *([name, Evaluation.from_json(result).describe()] for name, result in results.items()),
-        *(["report", "report.md"], ["metrics", "metrics.jsonl"], ["completions", "completions"]),
-        *(["checkpoints", "checkpoints"], ["plots", "plots"], ["adapter", "adapter"]),
-    ]
-    assert list(results) == ["before", "after"]
-    before, after = (Evaluation.from_json(result) for result in results.values())
-    report = (directory / "report.md").read_text()
-    assert f"| before | {before.describe()} |\n| after | {after.describe()} |\n" in report
-    assert re.search(r"\n\| compiling \(since the last start\) \| \d+\.\d \| ", report)
-
-
-def test_a_run_leaves_what_it_promises(finished):
-    directory, config = finished
-    for name in (
-        "config.yaml",
-        "metrics.jsonl",
-        "evaluation.json",
-        "adapter/adapter_config.json",
-        "adapter/adapter_model.safetensors",
-        "report.md",
-    ):
-        assert (directory / name).stat().st_size > 0, name
-    assert runs.run_config(directory) == with_rewards(config)
-    for name in ("reward", "accuracy", "entropy", "length", "mismatch"):
-        assert (directory / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()) == ["3", "4"]
-    assert set(runs.read_json(directory / "evaluation.json")) == {"before", "after"}
-    beat = runs.read_json(directory / "heartbeat.json")
-    assert (beat["step"], beat["phase"]) == (4, "finished")
-
-
-def test_metrics_of_a_run(finished):
-    directory, config = finished
-    rows = read_metrics(directory)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    expected = {
-        "loss", "grad_norm", "learning_rate", "reward", "reward_std", "entropy", "kl", "num_tokens", "epoch",
-        "step_time", "sampling/entropy",
-        "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "clip_ratio/region_mean",
-        "rewards/answer/mean", "rewards/soft_format/mean", "sampling/sampling_logp_difference/mean",
-        "sampling/sampling_logp_difference/max", "sampling/kl", "aqn/sigma", "aqn/norms",
-        "tokens_per_second", "skipped", "time/rollout", "time/grading", "time/update",
-    }  # fmt: skip
-    assert expected <= set(rows[0])
-    layers = prepare.load(config).config.num_layers
-    # Three stages of eight updates, from the first u on with 3 (u + 1) >= 8 k: none, sigma_start, sigma_end.
-    np.testing.assert_allclose([row["aqn/sigma"] for row in rows], [0, 1e-2, 1e-2, 5e-4])
-    assert [row["aqn/norms"] for row in rows] == [0] + [2 * layers] * 3
-    quiet, noisy = rows[:2]
-    assert quiet["sampling/sampling_logp_difference/max"] < 1e-4 and quiet["sampling/kl"] < 1e-6
-    assert noisy["sampling/sampling_logp_difference/max"] > 1e-3 and noisy["sampling/kl"] > 0
-    assert quiet["sampling/entropy"] == pytest.approx(quiet["entropy"], rel=1e-4)
-    assert abs(noisy["sampling/entropy"] - noisy["entropy"]) > 1e-4 * noisy["entropy"]
-    assert [row["num_tokens"] for row in rows] == sorted(row["num_tokens"] for row in rows)
-
-
-def test_completions_of_a_run_agree_with_its_metrics(finished):
-    directory, config = finished
-    drawn = []
-    for row in read_metrics(directory):
-        table = pyarrow.parquet.read_table(directory / "completions" / f"step_{row['step']:06d}.parquet").to_pydict()
-        assert len(table["completion"]) == config.batch_size
-        np.testing.assert_allclose(np.mean(table["reward"]), row["reward"], rtol=1e-6)
-        assert np.mean(table["rewards/answer"]) == pytest.approx(row["accuracy"])
-        np.testing.assert_allclose(np.mean(table["length"]), row["completions/mean_length"])
-        of_the_second = np.greater_equal(table["problem_id"], runs.COUNT)
-        assert of_the_second.tolist() == [prompt.startswith("Zed") for prompt in table["prompt"]]
-        drawn += of_the_second.tolist()
-        groups = np.reshape(table["problem_id"], (-1, config.num_generations))
-        assert (groups == groups[:, :1]).all()
-        for reward, correct, soft in zip(
-            table["reward"], table["rewards/answer"], table["rewards/soft_format"], strict=True
-        ):
-            assert reward == pytest.approx(2 * correct + 0.2 * soft)
-    assert {True, False} == set(drawn)
+def settings(tmp_path_factory) -> dict[str, object]:
+    return runs.on_small(tmp_path_factory.mktemp("small"))
 
 
 STOPPING = """
@@ -164,15 +47,12 @@ def reward(completions, **_):
 """
 
 
-def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, capfd):
+def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(settings, tmp_path, capfd):
     directory = tmp_path / "stopped"
     (tmp_path / "own.py").write_text(STOPPING.format(metrics=str(directory / "metrics.jsonl")))
-    reward = {"reward_funcs": (f"{tmp_path / 'own.py'}:reward",), "reward_weights": None, "reward_workers": 0}
-    settings = {"num_iterations": 1, "dynamic_sampling": False, "beta": 0.0}
-    model = shutil.copytree(model_path("tiny"), tmp_path / "short")
-    small.change_json(model / "config.json", max_position_embeddings=120)
-    settings |= {"model": str(model), "max_prompt_length": None, "max_steps": 500, "save_steps": 400}
-    config = runs.config(directory, dataset="arithmetic", **reward, **settings)
+    own = {"reward_funcs": (f"{tmp_path / 'own.py'}:reward",), "num_iterations": 1, "dynamic_sampling": False}
+    own |= {"max_prompt_length": None, "max_steps": 500, "save_steps": 400, "beta": 0.0}
+    config = runs.config(directory, **settings | own)
     (tmp_path / "config.yaml").write_text(dump(config))
     assert train.main(["--config", str(tmp_path / "config.yaml")]) == STOPPED
     output = capfd.readouterr().out
@@ -181,9 +61,14 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, capfd):
     assert [p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()] == ["2"]
     assert "stopped by SIGTERM after step 2 of 500" in (directory / "report.md").read_text()
     assert runs.read_json(directory / "heartbeat.json")["phase"] == "stopped"
-    chosen = "max_prompt_length 96: what max_completion_length 24 leaves of the model's 120 positions\n"
-    assert output.count(chosen) == 1 and load(directory / "config.yaml").max_prompt_length == 96
-    for silence in (f"loading {model} …", "reading and tokenizing arithmetic …", "step 1 waits until its programs are"):
+    output = " ".join(output.split())
+    chosen = "max_prompt_length 232: what max_completion_length 24 leaves of the model's 256 positions"
+    assert output.count(chosen) == 1 and load(directory / "config.yaml").max_prompt_length == 232
+    for silence in (
+        f"loading {config.model} …",
+        f"reading and tokenizing {runs.PROBLEMS} …",
+        "step 1 waits until its programs are",
+    ):
         assert silence in output
 
 
@@ -265,7 +150,7 @@ def test_a_run_and_a_dry_run_refuse_before_they_load_anything(flags, words, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path):
+def test_a_non_finite_update_is_skipped_dumped_and_counted(settings, tmp_path):
     """A loss that is not a number poisons the gradient. A run that only skips is an error."""
     states: list[TrainState] = []
 
@@ -273,7 +158,7 @@ def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path):
         return logp * jnp.nan, {}
 
     directory = tmp_path / "poisoned"
-    config = runs.config(directory, max_steps=1, dynamic_sampling=False, beta=0.0)
+    config = runs.config(directory, max_steps=1, dynamic_sampling=False, beta=0.0, **settings)
     with pytest.raises(ValueError, match="none of 1 steps trained anything: loss, gradient or new parameters"):
         train.train(config, token_loss=poisoned, on_step=lambda _, state: states.append(state))
     policy = prepare.load(config)
@@ -286,23 +171,15 @@ def test_a_non_finite_update_is_skipped_dumped_and_counted(tmp_path):
     assert dumped["advantages"].shape == (8,) and dumped["advantages"].tolist() == recorded["advantage"]
 
 
-def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(tmp_path):
+def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(settings, tmp_path):
     """Each prompt with its own answer and column; ids unique over the sets; what the cursor says, and nothing else."""
     sets = [tmp_path / "letters.jsonl", tmp_path / "numbers.jsonl"]
     for path in sets:
         rows = [{"question": f"{path.stem} {i}?", "answer": str(i), "hint": f"{path.stem}-{i}"} for i in range(5)]
         path.write_text("\n".join(json.dumps(row) for row in [{"question": "", "answer": "0", "hint": "x"}, *rows]))
-    config = runs.config(
-        tmp_path / "run",
-        dataset=tuple(map(str, sets)),
-        dataset_weights=(1, 3),
-        batch_size=32,
-        reward_columns=("hint",),
-        dynamic_sampling=False,
-        max_completion_length=4,
-        reward_funcs="spy",
-        reward_weights=(1.0,),
-    )
+    own = {"dataset": tuple(map(str, sets)), "dataset_weights": (1, 3), "batch_size": 32, "max_completion_length": 4}
+    own |= {"reward_columns": ("hint",), "dynamic_sampling": False, "reward_funcs": "spy"}
+    config = runs.config(tmp_path / "run", **settings | own)
     config = with_rewards(config)
     console = Console(record=True)
     policy = prepare.load(config)
