@@ -39,7 +39,9 @@ def config(tmp_path_factory):
         directory,
         **{"model": model, "weight_format": None, "dataset": sets, "dataset_weights": (2, 1)},
         **{"reward_funcs": (f"{root / 'reward.py'}:reward",), "reward_weights": None},
-        **{"eval_dataset": sets[1], "eval_samples": 4, "max_steps": 2 * steps, "max_prompt_length": 120},
+        **{"eval_dataset": sets[1], "eval_batch_size": 8, "max_steps": 2 * steps, "max_prompt_length": 120},
+        # Shaped and drawn as a rollout, whose programs it then shares.
+        **{"eval_samples": 2, "eval_num_generations": 4, "eval_temperature": 1.0, "eval_top_p": 1.0},
     )
 
 

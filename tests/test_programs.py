@@ -117,7 +117,13 @@ def signatures(function, *args) -> set:
     return set(known)
 
 
-@pytest.mark.parametrize("flags", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(flags, id=name, marks=[pytest.mark.nightly] * (i > 0))
+        for i, (name, flags) in enumerate(SETTINGS.items())
+    ],
+)
 def test_the_programs_of_a_step_are_known_from_its_config(tmp_path, flags):
     """The weights need none besides, and a step on them compiles nothing that was not recorded, and nothing twice."""
     small.bf16(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Every program of `docs/research.md` runs as it stands, and does what the page says of it."""
+"""Every program of `docs/research.md` runs, on a smaller model than the page's, and does what the page says of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import runs
+import small
 
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import ConfigError
@@ -23,15 +24,21 @@ BEGINNING = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)[
 PROGRAMS = dict(re.findall(r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(small.bf16(tmp_path_factory.mktemp("research") / "model"))
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(model, tmp_path, monkeypatch):
     """Runs the program below a heading in an empty directory, with few problems; returns its names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(problems, "_BUNDLED_FILES", runs.PROBLEMS)
 
     def execute(heading: str) -> dict:
         names: dict = {"__name__": "research"}
-        exec(compile(BEGINNING + PROGRAMS[heading], str(PAGE), "exec"), names)
+        text = (BEGINNING + PROGRAMS[heading]).replace('"tiny"', repr(model))
+        exec(compile(text, str(PAGE), "exec"), names)
         return names
 
     return execute

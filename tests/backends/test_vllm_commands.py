@@ -7,6 +7,7 @@ import json
 import jax.numpy as jnp
 import pytest
 import runs
+import small
 from command_lines import replaced
 
 from qerl_jax import aqn, keys, load_policy
@@ -18,7 +19,7 @@ from qerl_jax.train import main, train
 
 EVALUATE = [
     *("--dataset", "arithmetic", "--samples", "4", "--batch-size", "8"),
-    *("--max-prompt-length", "96", "--max-completion-length", "12"),
+    *("--max-prompt-length", "120", "--max-completion-length", "12"),
 ]
 
 
@@ -27,14 +28,16 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()][1:]
 
 
+@pytest.mark.nightly
 def test_a_greedy_evaluation_is_that_of_the_trainers_engine(stand_in, tmp_path, capsys):
     """Base, adapter and trained norms; prompts, stop rule and grader are the same, and so are the records, which the
     other backend does not go on with.
     """
-    policy = load_policy("tiny", lora=LoraConfig(rank=4), dtype=jnp.float32)
+    model = str(small.nvfp4(tmp_path / "model"))
+    policy = load_policy(model, lora=LoraConfig(rank=4), dtype=jnp.float32)
     noisy = policy.replace(norms=aqn.perturb(policy.norms, 0.1, keys.for_step(0, keys.Purpose.AQN, 0)))
-    export_adapter(noisy, tmp_path / "adapter", base_model="tiny")
-    flags = ["tiny", *EVALUATE, "--adapter", str(tmp_path / "adapter"), "--temperature", "0"]
+    export_adapter(noisy, tmp_path / "adapter", base_model=model)
+    flags = [model, *EVALUATE, "--adapter", str(tmp_path / "adapter"), "--temperature", "0"]
     for backend, dtype in (("jax", "float32"), ("vllm", "bfloat16")):
         own = ["--backend", backend, "--dtype", dtype, "--records", str(tmp_path / f"{backend}.jsonl")]
         assert evaluate([*flags, *own]) == 0
@@ -69,19 +72,20 @@ def test_evaluate_refuses_in_one_line(flags, words, stand_in, capsys):
     assert stand_in("start") == []
 
 
-@pytest.fixture(scope="module")
-def settings():
+def test_a_run_samples_by_vllm_with_the_policy_of_each_step(stand_in, tmp_path, nothing_compiled_ahead):
     """Two rollouts of two updates, the second with noise; evaluated before and after."""
-    fields = {"dtype": "bfloat16", "weight_format": None, "max_steps": 4, "num_stages": 2, "noise_formula": "paper"}
-    fields |= {"beta": 0.0}
-    fields |= {"dynamic_sampling": False, "sigma_start": 1.0, "rollout_backend": "vllm", "eval_samples": 2}
-    return fields | {"eval_dataset": "arithmetic", "eval_batch_size": 12, "tokens_per_micro_batch": 1024}
-
-
-def test_a_run_samples_by_vllm_with_the_policy_of_each_step(settings, stand_in, tmp_path, nothing_compiled_ahead):
-    train(runs.config(tmp_path / "run", **settings))
+    settings = {"dtype": "bfloat16", "max_steps": 4, "num_stages": 2, "noise_formula": "paper", "beta": 0.0}
+    settings |= {
+        "train_norms": False,
+        "dynamic_sampling": False,
+        "sigma_start": 1.0,
+        "rollout_backend": "vllm",
+        "eval_samples": 2,
+    }
+    settings |= {"eval_dataset": "arithmetic", "eval_batch_size": 12}
+    train(runs.config(tmp_path / "run", **runs.on_small(tmp_path) | settings))
     rows = read_metrics(tmp_path / "run")
-    assert [row["aqn/norms"] for row in rows] == [0, 8]  # 2 L, in the second step
+    assert [row["aqn/norms"] for row in rows] == [0, 4]  # 2 L, in the second step
     assert [load["id"] for load in stand_in("add_lora")] == [1001, 1002, 1003]  # first policy, after each step
     asked = stand_in("generate")
     assert [entry["lora"] for entry in asked] == [1001, 1001, 1002, 1003]  # evaluation, two rollouts, evaluation
@@ -89,7 +93,7 @@ def test_a_run_samples_by_vllm_with_the_policy_of_each_step(settings, stand_in, 
     assert len(seeds[0]) == len(seeds[1]) == 8 and not seeds[0] & seeds[1]
     assert all(own["temperature"] == 1.0 and own["max_tokens"] == 24 for own in asked[1]["sampling"])
     (begun,) = stand_in("start")
-    assert begun["gpu_memory_utilization"] == 0.4 and begun["max_model_len"] == 96 + 24
+    assert begun["gpu_memory_utilization"] == 0.4 and begun["max_model_len"] == 120 + 24
     assert begun["max_num_seqs"] == 12  # the larger of a rollout's 8 and an evaluation's
     assert set(runs.read_json(tmp_path / "run" / "evaluation.json")) == {"before", "after"}
     assert (tmp_path / "run" / "adapter").is_dir()

@@ -25,7 +25,7 @@ from qerl_jax.parallel import Replicas
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.run.devices import usable_bytes, use_device_memory
 
-STEPS = 5
+STEPS = 4
 REWARD = """
 import time
 
@@ -301,7 +301,7 @@ def write_configs(root: Path) -> None:
     rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(16)]
     (root / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "reward.py").write_text(REWARD)
-    model = small.nvfp4(root / "model")
+    model = small.bf16(root / "model", num_hidden_layers=1)
     for name in ("one", "two"):
         config = runs.config(
             root / name, model=str(model), weight_format=None, dataset=str(root / "problems.jsonl"), max_steps=STEPS,

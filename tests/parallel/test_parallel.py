@@ -213,6 +213,7 @@ lock(mutex), lock(mutex)  # forever, and no Python runs in this thread
 """
 
 
+@pytest.mark.nightly
 def test_a_process_that_waits_for_a_dead_one_forever_saves_and_ends():
     with socket.socket() as some:
         some.bind(("localhost", 0))
