@@ -18,6 +18,8 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+gc.disable()  # until pytest_collection_finish
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -91,12 +93,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected lives as long as the process, so the garbage collector need not look at it again;
-    nor need it look as often as by default, with what JAX allocates while it traces.
+    """What is imported and collected lives as long as the process, so the garbage collector need not look at it, before
+    or after; nor need it look as often as by default, with what JAX allocates while it traces.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
