@@ -90,7 +90,7 @@ def moved(tmp_path, data, monkeypatch, capfd) -> int:
         if name.endswith((".train", ".evaluate")):
             flags += SHORT
         if name.endswith(".train"):
-            flags += ["--dataset", gsm8k, "--max-steps", "2"]
+            flags += ["--dataset", gsm8k, "--max-steps", "2", "--batch-size", "8"]
         run(name, *flags)
     return len(commands)
 
@@ -104,6 +104,7 @@ def test_the_way_over_and_back(moved, capfd, tmp_path):
     config = yaml.safe_load(Path("runs/moved/config.yaml").read_text())
     changed = {key for key, value in to_mapping(load(Path("runs/moved/config.yaml"))).items() if value != recipe[key]}
     ours = {"model", "adapter", "learning_rate", "output_dir", "dataset", "max_steps", "dtype", "max_completion_length"}
+    ours |= {"batch_size"}
     assert changed == ours and config["adapter"] == ADAPTER and config["learning_rate"] == 5e-6
     assert [row["aqn/norms"] for row in read_metrics(Path("runs/moved"))] == [8, 8]
 

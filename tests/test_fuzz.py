@@ -126,7 +126,7 @@ def flags(model: Path, dataset: Path, directory: Path) -> list[str]:
     ]
 
 
-@first_and_rest(10, 240)
+@first_and_rest(5, 240)
 def test_a_damaged_model_is_refused_or_loaded_as_stored(models, dataset, attempt, tmp_path, cases):
     """Over the four layouts."""
     refused = 0
@@ -148,7 +148,7 @@ def test_a_damaged_model_is_refused_or_loaded_as_stored(models, dataset, attempt
     assert_some_are_refused(refused, cases)
 
 
-@first_and_rest(10, 60)
+@first_and_rest(5, 60)
 def test_a_damaged_adapter_is_refused_or_loaded_as_stored(models, dataset, attempt, tmp_path, cases):
     """The oracle of an accepted one: exported again, it is the file, by the safetensors library."""
     export_adapter(load_policy(models[1], lora=LoraConfig(rank=2)), tmp_path / "sound", norms=False)
@@ -266,7 +266,7 @@ def text_of(value: object) -> str | None:
     return str(value) if isinstance(value, str | int | float) and value == value else None
 
 
-@first_and_rest(10, 160)
+@first_and_rest(5, 160)
 def test_a_damaged_dataset_is_refused_or_every_row_accounted_for(models, dataset, attempt, tmp_path, cases):
     """40 mutations a block: of the rows' values, and of the text."""
     rows, refused = [json.loads(line) for line in dataset.read_bytes().splitlines()], 0

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import runs
 from rich.console import Console
 
 from qerl_jax.checkpoint.assets import model_path
@@ -63,9 +64,8 @@ def test_training_and_evaluation_read_their_own_splits(tmp_path, is_bundled):
     ],
 )
 def test_the_system_prompt_of_a_config_reaches_training_and_evaluation(settings, asked):
-    config = Config(
-        model="tiny", dataset="arithmetic", eval_dataset="arithmetic", eval_samples=1, max_prompt_length=512, **settings
-    )
+    given = {"dataset": str(runs.PROBLEMS), "eval_dataset": "arithmetic", "eval_samples": 1, "max_prompt_length": 512}
+    config = Config(model="tiny", **given, **settings)
     tokenizer = load_tokenizer(model_path("tiny"))
     stream, evaluation = load_problems(config, tokenizer, Console(quiet=True))
     for item in stream.sets[0][0], evaluation[0]:
@@ -75,8 +75,8 @@ def test_the_system_prompt_of_a_config_reaches_training_and_evaluation(settings,
 
 
 def test_settings_of_a_prompts_length_reach_training_and_evaluation():
-    tokenizer, settings = load_tokenizer(model_path("tiny")), {"dataset": "arithmetic", "eval_dataset": "arithmetic"}
-    settings |= {"eval_samples": 2, "max_prompt_length": 9}
+    tokenizer, settings = load_tokenizer(model_path("tiny")), {"eval_dataset": "arithmetic", "eval_samples": 2}
+    settings |= {"dataset": str(runs.PROBLEMS), "max_prompt_length": 9}
     config = Config(model="tiny", overlong_prompts="truncate_left", **settings)
     stream, evaluation = load_problems(config, tokenizer, Console(quiet=True))
     for item in stream.sets[0][0], evaluation[0]:
