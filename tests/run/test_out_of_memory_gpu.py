@@ -42,11 +42,18 @@ def of_ours(stderr: str) -> str:
 
 @pytest.fixture
 def place(tmp_path) -> Path:
-    """0.12 G parameters, whose update keeps some 0.2 MB a token, and a dataset."""
+    """0.12 G parameters, whose update keeps some 0.2 MB a token, a dataset, and a reward that differs within a group:
+    rows of equal rewards would leave the update, and all memory with them.
+    """
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8}
     small.bf16(tmp_path / "model", 1, **shape, num_key_value_heads=2, head_dim=128)
     (tmp_path / "rows.jsonl").write_text(lines(ROWS * 4))
+    (tmp_path / "rewards.py").write_text("def length(completions, **_):\n    return [len(c) for c in completions]\n")
     return tmp_path
+
+
+def flags_of(place: Path) -> list[str]:
+    return training(place, *SIZES, "--reward-funcs", f"{place / 'rewards.py'}:length")
 
 
 def test_memory_that_another_takes_before_the_second_update(place, capfd):
@@ -62,7 +69,7 @@ def test_memory_that_another_takes_before_the_second_update(place, capfd):
                     taken.append(jax.block_until_ready(jnp.zeros(size, jnp.uint8)))
         del taken[-2:]
 
-    flags = training(place, *SIZES, "--save-steps", "50")
+    flags = replaced(flags_of(place), "--save-steps", "50")
     with pytest.raises(MemoryError) as failed:
         train.train(train.parse(flags), on_step=runs.in_the_second_update(take_all))
     said = f"error: {failed.value}"
@@ -77,7 +84,7 @@ def test_memory_that_another_takes_before_the_second_update(place, capfd):
 
 def test_settings_that_ask_for_more_than_there_is(place, capfd):
     """In a hundredth of the memory a run goes on with micro-batches of all tokens, which it was told would fit."""
-    flags = replaced(training(place, *SIZES), "--max-steps", "1000")
+    flags = replaced(flags_of(place), "--max-steps", "1000")
     command = [sys.executable, "-m", "qerl_jax.train", *flags]
     environment = os.environ | {"XLA_CLIENT_MEM_FRACTION": "0.01"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
