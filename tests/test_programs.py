@@ -23,6 +23,7 @@ from qerl_kernels.kernel_programs import KERNEL_PROGRAM_NAME, TARGET, kernel_pro
 from qerl_jax import aqn, keys, programs
 from qerl_jax.compilation import CompilationCounter, committed
 from qerl_jax.config import Config
+from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import Ahead, Recorded, compile_calls, program, record
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.plan import make_update_plan
@@ -174,11 +175,11 @@ def test_the_programs_of_an_evaluation_are_known_from_the_config(tmp_path):
 
 
 def test_another_learning_rate_length_temperature_or_clip_norm_finds_its_programs(tmp_path):
-    """Those numbers are arrays; truncation, which changes the work, is not."""
+    """Those numbers are arrays; truncation, which changes the work, is not. Replicas have more to know."""
     small.bf16(tmp_path / "model")
 
-    def found(*flags: str) -> set:
-        return signatures(rehearse_run, config_of(tmp_path, *flags), Hooks(), None)
+    def found(*flags: str, replicas: Replicas = ALONE) -> set:
+        return signatures(rehearse_run, config_of(tmp_path, *flags), Hooks(), None, replicas)
 
     first = found()
     numbers = ["--learning-rate", "3e-5", "--max-steps", "700", "--warmup-ratio", "0.3", "--max-grad-norm", "0.7"]
@@ -186,6 +187,8 @@ def test_another_learning_rate_length_temperature_or_clip_norm_finds_its_program
         found(*numbers, "--temperature", "0.6", "--seed", "5", "--sigma-start", "0.1", "--sigma-end", "0.01") == first
     )
     assert found("--top-k", "5") != first
+    more = {function.__name__ for function, *_ in found(replicas=Replicas(1, 2)) - first}
+    assert {"joined", "of_all", "apply_flat", "checksum"} <= more
 
 
 SIZES = [

@@ -15,6 +15,7 @@ import pytest
 import runs
 import small
 from helpers import randomized
+from replicas import on_replicas
 from rich.console import Console
 
 from qerl_jax import train
@@ -118,8 +119,11 @@ def step(tmp_path, monkeypatch):
         moved = {"step": jnp.int32(STEP + 1), "cursor": jnp.int32(CURSOR + own["drawn"])}
         return arguments[0].replace(**moved), {"loss": jnp.float32(0.5)}
 
-    for name, stand_in in {"generate": generate, "grpo_step": grpo_step}.items():
-        monkeypatch.setattr(train, name, stand_in)
+    def check_same_state(*arguments):
+        calls.checked = arguments, hasattr(calls, "record")
+
+    for stand_in in (generate, grpo_step, check_same_state):
+        monkeypatch.setattr(train, stand_in.__name__, stand_in)
     hooks = Hooks(perturb=perturb)
     run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [], hooks, PLAN)
     recorder = object.__new__(Recorder)
@@ -174,7 +178,7 @@ def test_the_rewards(step):
 
 def test_the_update(step):
     """Advantages over the batch's deviation; rows that failed, were truncated or have no reward masked; clean norms;
-    the problems of all rounds counted.
+    the problems of all rounds counted. That the replicas agree is checked before the step is recorded.
     """
     state, frozen, batch, plan, own = step.calls.update
     assert plan is PLAN and own == {"replicas": ALONE, "drawn": 4, "token_loss": None, "with_reference": False}
@@ -189,6 +193,8 @@ def test_the_update(step):
     assert used.tolist() == [True, False, False, False, True, False]
     np.testing.assert_array_equal(np.asarray(batch.logprobs)[:, 0], [-0.5] * 3 + [-1.5] * 3)
     assert int(step.after.step) == STEP + 1
+    (replicas, checked), is_recorded = step.calls.checked
+    assert replicas is step.run.replicas and checked is step.after and not is_recorded
 
 
 def test_the_record(step):
@@ -294,7 +300,9 @@ def test_what_is_written_of_a_step(step):
 
 
 def test_the_end_of_a_run(step, tmp_path):
-    """The trained policy is what is evaluated, under the evaluation's settings, and what is exported before that."""
+    """The trained policy is what is evaluated, under the evaluation's settings, and what is exported before that.
+    Replicas share the evaluation's problems.
+    """
     config = dataclasses.replace(
         step.config, model=str(small.bf16(tmp_path / "model", 1)), eval_dataset="arithmetic", eval_temperature=0.3,
         eval_top_p=0.5, eval_num_generations=4, eval_batch_size=7, train_norms=True,
@@ -307,13 +315,14 @@ def test_the_end_of_a_run(step, tmp_path):
     calls, curves, exported = [], [], tmp_path / "adapter" / "adapter_model.safetensors"
 
     def generate(policy, prompts, sampling, key, engine):
-        calls.append((policy, prompts.ids.tolist(), sampling, key, engine.slots, exported.exists()))
-        rows = jnp.repeat(jnp.arange(2), 4)
-        texts = ["<answer>140</answer>"] * 5 + ["<answer>none</answer>"] * 3  # the answers are 140 and 141
+        ids = prompts.ids.tolist()
+        calls.append((policy, ids, sampling, key, engine.slots, exported.exists()))
+        rows, answers = jnp.repeat(jnp.arange(len(ids)), 4), {40: [140] * 4, 41: [140, None, None, None]}
+        texts = [f"<answer>{answer}</answer>" for i in ids for answer in answers[i]]  # right are 140 and 141
         new = [policy.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         own = [[*np.asarray(prompts.tokens)[i // 4, : int(prompts.lengths[i // 4])], *ids] for i, ids in enumerate(new)]
         tokens = jnp.asarray([[*ids, *[0] * (200 - len(ids))] for ids in own], jnp.int32)
-        finish = jnp.full(8, FinishReason.LENGTH, jnp.int8)
+        finish = jnp.full(len(rows), FinishReason.LENGTH, jnp.int8)
         lengths = jnp.asarray([len(ids) for ids in own], jnp.int32)
         return Rollout(tokens, jnp.zeros(tokens.shape), prompts.lengths[rows], lengths, finish, rows)
 
@@ -341,3 +350,9 @@ def test_the_end_of_a_run(step, tmp_path):
     lifecycle._evaluate(run, recorder, first, "before")
     assert recorder.evaluations.get("before").accuracy == 1 / 2 and curves[1][0] == 0
     assert calls[1][0].norms is first.norms
+    calls.clear()
+
+    def shared(replicas):
+        return lifecycle.evaluate_state(dataclasses.replace(run, replicas=replicas), last)
+
+    assert on_replicas(2, shared) == [result] * 2 and sorted(ids for _, ids, *_ in calls) == [[40], [41]]

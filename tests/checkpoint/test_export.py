@@ -23,9 +23,11 @@ from oracles import numpy_formats, torch_qwen2
 
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.adapter import adapter_tensors, export_adapter, norm_tensors
+from qerl_jax.checkpoint.adapter_reader import AdapterReader
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.of_run import find_source
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
-from qerl_jax.export import check_written, export
+from qerl_jax.export import _write_adapter, check_written, export
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Policy
 
@@ -266,7 +268,9 @@ def test_peft_loads_as_it_is(tmp_path):
 
 
 def test_an_imported_adapter_and_its_export_are_one(tmp_path):
-    """Dropout, alpha and A and B bit for bit, through the export as PEFT."""
+    """Dropout, alpha and A and B bit for bit, through the export as PEFT. It is read back: here another value is wanted
+    in the end than was given to the writer.
+    """
     base = make(tmp_path / "base")
     policy = trained(base, RANK_STABILIZED)
     policy = policy.replace(lora_config=dataclasses.replace(RANK_STABILIZED, dropout=0.1))
@@ -275,6 +279,13 @@ def test_an_imported_adapter_and_its_export_are_one(tmp_path):
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (adapter / name).read_bytes()
     assert fp32_policy(base, rank=1).config == policy.config
+    reader, source = AdapterReader(adapter, policy.config), find_source(adapter, str(base), None)
+    given = reader.lora_tensors()
+    looks = iter([given, given | {(name := max(given)): np.nextafter(given[name], np.float32(2))}])
+    reader.lora_tensors = lambda: next(looks)
+    (tmp_path / "again").mkdir()
+    with pytest.raises(st.CheckpointError, match=f"'{name}' was read back otherwise"):
+        _write_adapter(tmp_path / "again", source, reader, {}, "m", None)
 
 
 def test_a_file_that_does_not_hold_what_was_written_is_found():

@@ -43,6 +43,7 @@ def test_columns(tmp_path, suffix):
     path = write(tmp_path / f"data{suffix}", [{"problem": "p", "solution": 7.0, "level": 3, "proof": "…"}])
     dataset = load_dataset(path, "train", "problem", "solution", reward_columns=["level"])
     assert dataset.problems == [Problem(0, "p", "7", extra={"level": 3})]
+    assert hash(dataset.problems[0]) == hash(Problem(0, "p", "7"))
     with pytest.raises(TypeError):
         dataset.problems[0].extra["level"] = 4
     named = {"prompt_column": "problem", "answer_column": "solution"}

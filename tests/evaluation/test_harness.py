@@ -32,6 +32,7 @@ def test_results_survive_the_process(tmp_path):
     result = Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 1, ungraded=(3, 4), estimates=estimates)
     EvaluationResults(tmp_path).put("before", result)
     assert EvaluationResults(tmp_path).get("before") == result and EvaluationResults(tmp_path).get("after") is None
+    assert hash(result) == hash(dataclasses.replace(result, estimates={}))
     result = dataclasses.replace(result, ungraded=(), maj_at_k=0.5)
     assert set(result.metrics()) == {
         f"eval/{n}" for n in ("accuracy", "pass_at_k", "format", "truncated", "mean_length")

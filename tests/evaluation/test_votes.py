@@ -33,6 +33,7 @@ def test_equivalent_answers_vote_together_and_the_first_wins_a_tie(name):
     if name == "math_verify":
         pytest.importorskip("math_verify")
     grader = grader_of(name, load_reward(name))
+    assert grader.votes and grader.extract("\\boxed{5}") == "5"
     for answers, winner, tied in VOTES[name]:
         assert grader.majority(answers) == (winner, tied), answers
 

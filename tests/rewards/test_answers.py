@@ -61,6 +61,32 @@ def test_numbers_agree_with_math_verify():
     assert differ == []
 
 
+SPACES, FRACTIONS = ("\\ ", "\\,", "\\;", "\\:", "\\quad", "\\qquad"), ("\\frac", "\\dfrac", "\\tfrac")
+TEXTS = ("text", "textbf", "textit", "textrm", "mbox", "mathrm", "mathbf")
+SPELLINGS = {
+    "9500": [
+        *("9{,}500", "9,\\!500", "\\displaystyle 9500", "\\textstyle 9500", "{9500}"),
+        *("\\(9500\\)", "\\[9500\\]", "\\$9500"),
+        *(f"9{space}500" for space in " ~\u00a0\u2009\u202f"),
+        *(f"9500{space} dollars" for space in SPACES), *(f"\\{text}{{9500}}" for text in TEXTS),
+    ],
+    "120": [
+        *(f"120 \\{text}{{ ft}}^{power}" for text in TEXTS for power in ("2", "3", "{2}", "{3}")),
+        *(f"120 {unit}{power}" for unit in ("ft", "cm", "km", "mm", "in") for power in ("^2", "^{3}", "²", "³")),
+        "120^\\circ", "120^{\\circ}",
+    ],
+    "-7": ["−7", "–7", "‒7"],
+    "0.5": [f"{name}{digits}" for name in FRACTIONS for digits in ("12", " 1 2", "{1}{2}")],
+    "1.5": ["1 1/2", *(f"1{name}{{1}}{{2}}" for name in FRACTIONS)],
+}  # fmt: skip
+
+
+def test_every_spelling_of_a_number():
+    """Each alternative of `answers._LATEX` and `_NOTATION`."""
+    for gold, texts in SPELLINGS.items():
+        assert [text for text in texts if not same_answer(text, gold)] == []
+
+
 # Answers that our grader judges wrong, and why it stays so.
 KNOWN = {
     ("18", "eighteen"): "number words are not read",
