@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from qerl_jax.compilation import CompilationCounter, default_cache_dir, settled, use_compilation_cache
+from qerl_jax.compilation import CompilationCounter, _commit, default_cache_dir, settled, use_compilation_cache
 
 CACHED = """
 import numpy as np
@@ -91,6 +92,13 @@ def test_the_counter_names_what_is_compiled_once():
         assert counter.take() == ["jit(doubled)"] and counter.take() == []
     doubled(np.ones(5, np.float32))
     assert counter.take() == []
+
+
+def test_each_array_abstract_or_not_is_committed_to_its_own_sharding():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    wanted = [NamedSharding(mesh, spec) for spec in (PartitionSpec("x"), PartitionSpec(), PartitionSpec(None, "x"))]
+    for leaves in (jnp.ones((3, 2, 2)), [jax.ShapeDtypeStruct((2, 2), jnp.float32)] * 3):
+        assert [leaf.sharding for leaf in _commit(list(leaves), wanted)] == wanted
 
 
 def test_arrays_are_committed_where_some_are():

@@ -197,7 +197,9 @@ def test_a_run_loads_what_its_config_names(adapted):
 
 
 def test_every_flag_of_an_evaluation_arrives(adapted, tmp_path, capsys):
-    """Which split, columns, prompts, weights, samples and limits: by the arguments of the rollout."""
+    """Which split, columns, prompts, weights, samples and limits: by the arguments of the rollout; kernels by their
+    absence on a CPU.
+    """
     model, adapter, policy = adapted
     rows = [{"q": f"{'long ' * 20}{i} + {i}?", "a": str(2 * i), "question": "no", "answer": "no"} for i in range(9)]
     for split, own in (("train", rows[:6]), ("test", rows[6:])):
@@ -233,6 +235,8 @@ def test_every_flag_of_an_evaluation_arrives(adapted, tmp_path, capsys):
     found = settings.get("settings", settings)
     assert {name: str(found[name]) for name in told} == {name: str(value) for name, value in told.items()}
     assert found["weight_format"] == "nvfp4" and found["batch_invariant"] is True
+    assert evaluate([str(model), *words[:-2], "--matmul-kernel", "mosaic_gpu"], generate) == 2
+    assert "mosaic_gpu" in capsys.readouterr().err
 
 
 def test_hooks_that_change_the_training_are_named_and_kept():

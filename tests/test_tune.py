@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from command_lines import assert_says, error_of
@@ -14,7 +15,7 @@ from qerl_kernels.kernel_times import Kernel, kernel_medians
 from qerl_kernels.nvfp4_matmul import packing, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.tuner.search import halved, keep
-from qerl_kernels.nvfp4_matmul.tuner.trials import MANY, RANK, Gemm, Timer, Trial, gemm_of
+from qerl_kernels.nvfp4_matmul.tuner.trials import MANY, RANK, Gemm, Prologue, Timer, Trial, adapters, gemm_of
 from qerl_kernels.ops import fp32_matmul
 
 import qerl_jax
@@ -129,6 +130,23 @@ def test_a_config_with_wrong_results_is_not_timed():
     timer = Timer(list(programs), programs.__getitem__)
     assert set(timer.refused) == {wrong, refused} and timer.refused[refused] == "no registers"
     assert "relative error" in timer.refused[wrong] and timer.prologue_us(good) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "prologue"),
+    [("norm", ["f32[8,512]", "bf16[8,512]", "f32[512]"]), ("silu", ["bf16[8,1024]"]), ("plain", ["bf16[8,512]"])],
+)
+def test_the_inputs_are_those_of_decode_and_others_for_each_call(kind, prologue):
+    gemm = Gemm("qkv", 256, 512, (128, 64, 64), kind)
+    a, bs = f"bf16[512,{3 * RANK}]", [f"bf16[{RANK},{width}]" for width in gemm.parts]
+
+    def several(seed):
+        return Prologue(gemm, 8, "whole").inputs(seed), Prologue(gemm, 8, "a").inputs(seed), adapters(gemm, seed)
+
+    one, other = map(jax.tree.leaves, (several(1), several(2)))
+    assert [array.aval.str_short(short_dtypes=True) for array in one] == [*prologue, a, *prologue, a, *bs]
+    is_same = [jnp.array_equal(x, y) for x, y in zip(one, other, strict=True)]
+    assert [array.ndim == 1 for array in one] == is_same  # the norm's weight alone
 
 
 def test_successive_halving():

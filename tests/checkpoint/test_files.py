@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
-from qerl_jax.atomic import atomic_directory, check_file_writable, check_writable, write_json, write_text
+from qerl_jax.atomic import _claim, atomic_directory, check_file_writable, check_writable, write_json, write_text
 
 
 def test_a_device_and_a_pipe_are_written_to(tmp_path):
@@ -86,6 +87,23 @@ def test_a_directory_takes_the_place_of_a_link_to_nowhere_and_others_may_read_it
     assert (target / "file").read_text() == "new" and not target.is_symlink()
     assert target.stat().st_mode & 0o777 == 0o755
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class Moved(type(Path())):
+    """A directory that another writer has renamed, or renamed and made anew, when it has been opened."""
+
+    def exists(self) -> bool:
+        return os.path.isdir(f"{self}.anew")
+
+    def stat(self, **options: bool) -> os.stat_result:
+        return os.stat(f"{self}.anew" if self.exists() else str(self), **options)
+
+
+def test_a_directory_that_its_writer_has_just_put_in_its_place_is_not_taken(tmp_path):
+    for _ in range(2):
+        with pytest.raises(FileExistsError, match="out is being written by another process"):
+            _claim(tmp_path / "out", Moved(tmp_path / ".out.writing"))
+        (tmp_path / ".out.writing.anew").mkdir(exist_ok=True)
 
 
 def test_two_writers_of_one_directory_do_not_destroy_each_other(tmp_path):

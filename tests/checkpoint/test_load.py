@@ -94,6 +94,7 @@ def test_every_leaf_is_the_files_tensor(micro_dir):
 
 
 def test_a_tied_head_may_stand_in_the_file_once_more(tmp_path):
+    """The same bits: not one other value, nor another shape or dtype."""
     torch_qwen2.make(tmp_path / "tied", seed=1, tie_word_embeddings=True)
 
     def add(tensors):
@@ -101,6 +102,11 @@ def test_a_tied_head_may_stand_in_the_file_once_more(tmp_path):
 
     twice = rewritten(tmp_path / "tied", tmp_path / "twice", add)
     assert_trees_equal(fp32_policy(twice).frozen, fp32_policy(tmp_path / "tied").frozen)
+    head = st.open_checkpoint(twice)["lm_head.weight"]
+    for i, other in enumerate((np.where(head == head.max(), 2, head), head[:-1], head.view(np.int32))):
+        changed = rewritten(twice, tmp_path / str(i), lambda own, other=other: own.update({"lm_head.weight": other}))
+        with pytest.raises(CheckpointError, match=r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight'"):
+            fp32_policy(changed)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -1,5 +1,6 @@
 """The plain path of the decode prologues against NumPy in fp64, and what their entry points refuse."""
 
+import functools
 import itertools
 
 import jax
@@ -80,11 +81,16 @@ def test_refusals():
     x, a = draw(2, 64), draw(64, 16)
     with pytest.raises(ValueError, match=r"A has 16 columns, the ranks are \[8\]"):
         lora_prologue(x, a, (8,))
-    with pytest.raises(ValueError, match="no implementation 'cuda'"):
-        lora_prologue(x, a, (16,), implementation="cuda")
-    if jax.default_backend() == "cpu":
-        with pytest.raises(ValueError, match="'mosaic_gpu' needs"):
-            lora_prologue(x, a, (16,), implementation="mosaic_gpu")
+    for call in (
+        functools.partial(lora_prologue, x, a, (16,)),
+        functools.partial(silu_mul_prologue, draw(2, 128), a, (16,)),
+        functools.partial(rms_norm_prologue, x, x, draw(64), EPS, a, (16,), dtype=jnp.float32),
+    ):
+        with pytest.raises(ValueError, match="no implementation 'cuda'"):
+            call(implementation="cuda")
+        if jax.default_backend() == "cpu":
+            with pytest.raises(ValueError, match="'mosaic_gpu' needs"):
+                call(implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize("gpu", [gpu_of("H100 PCIe", 90, 114), gpu_of("RTX 3090", 86, 82)])
@@ -121,6 +127,16 @@ def test_no_configuration_lets_the_tokens_change_the_order_of_a_sum(kind, featur
     if ranks == (32, 32, 32) and kind == "norm":  # fewer tokens, more clusters to read A; many, fewer to read it again
         splits = [(taken[m - 1].column_splits, taken[m - 1].token_tiles) for m in (8, 16, 32, 64)]
         assert splits == [(6, 1), (3, 1), (3, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(("kind", "rank", "prefetch"), [("silu", 32, [3, 2, 1]), ("plain", 64, [2, 1])])
+def test_the_prefetch_is_as_deep_as_the_registers_allow(kind, rank, prefetch):
+    """Of 16 warps a thread has 128: 40 of its own and `rank / 4` of sums for each eight tokens; k-tiles in flight take
+    `rank / 2`, and of x 4 for each eight tokens, twice that of gate and up.
+    """
+    every = config.candidate_configs(config.PrologueSpec(kind, 128, 18944, (rank,)))
+    found = {each.token_tiles: each.prefetch for each in every if each.column_splits == 1 and each.warps == 16}
+    assert [found[tiles] for tiles in sorted(found)[: len(prefetch)]] == prefetch
 
 
 @pytest.mark.parametrize(

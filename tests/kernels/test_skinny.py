@@ -28,6 +28,17 @@ def run(config, x, packed, eager=False, **terms) -> np.ndarray:
     return np.asarray(kernel.run(NumpyLaunch(eager), x, packed, config, **terms, gpu=gpu), np.float64)
 
 
+@pytest.mark.parametrize(("n", "m16_tiles"), [(64, 4), (96, 8), (128, 8), (160, 4), (640, 8), (672, 4)])
+def test_a_cta_has_no_more_features_than_divide_the_padded_ones(n, m16_tiles):
+    """Those are whole tiles of 64: 96 are 128, 160 are 192."""
+    config = SkinnyConfig(8, m16_tiles=8).specialize(n)
+    assert (
+        config.m16_tiles == m16_tiles
+        and config.fits(n, 1024)
+        and config.clusters(n) * config.tile_n == -(-n // 64) * 64
+    )
+
+
 @pytest.mark.parametrize(
     "config, m, n, k, ranks, parts",
     [

@@ -38,6 +38,20 @@ def test_by_hand(m, n, tile_m):
     assert tuning.balance_waves(WIDE, m, n) == dataclasses.replace(WIDE, tile_m=tile_m)
 
 
+@pytest.mark.parametrize(
+    ("adapters", "change"),
+    [
+        ([(32, 896)], {"stages": 4}),  # LoRA's input takes the room of a stage
+        ([(32, 448)] * 2, {"warpgroups_n": 1}),  # 128 features are of two adapters
+        ([(32, 416), (32, 480)], None),  # and so are 64
+    ],
+)
+def test_a_config_that_adds_adapters_has_room_for_them(adapters, change):
+    config = GemmConfig(tile_m=232, warpgroups_n=2, k_tiles=1, stages=5, lookahead=True)
+    wanted = None if change is None else dataclasses.replace(config, **change)
+    assert tuning.fit_lora(config, 896, adapters) == wanted
+
+
 def test_never_costs_more_than_the_table_s_config():
     for n in (3584, 4608, 5120, 18944, 55296):
         for m in range(129, 5000, 97):
