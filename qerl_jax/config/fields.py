@@ -97,8 +97,8 @@ class Config:
     system_prompt: str | None = None
     """System message of every prompt, replacing any other. None: that of prompt_format, dataset or prompt; "": none."""
     max_prompt_length: int | None = None
-    """Longest prompt in tokens, chat template included. None: 512, or fewer where max_completion_length leaves fewer of
-    the model's max_position_embeddings."""
+    """Longest prompt in tokens, chat template included. None: 512, at most what max_completion_length leaves of
+    the model's positions."""
     overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
     """Treatment of longer prompts: skipped and counted, cut to their last max_prompt_length tokens, or an error."""
 
