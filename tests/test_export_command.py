@@ -96,7 +96,7 @@ OWN_PROBLEMS = {
 def test_the_command_behind_an_adapter(changes, words, tmp_path):
     """Where problems or answers were in memory alone, it says so."""
     base = small.bf16(tmp_path / "model", shards=1)
-    source = Source(tmp_path, base, "B", None, tmp_path, Config("B", **changes))
+    source = Source(tmp_path, base, "B", None, tmp_path, Config("B", max_prompt_length=512, **changes))
     assert _commands("peft", source, None, Path("A")) == [f"python -m qerl_jax.evaluate B {words}"]
 
 

@@ -235,9 +235,9 @@ def evaluation_fits(
     """As `run_fits`, whether weights and adapters fit beside a completion: an evaluation can sample few at a time."""
     try:
         refuse_division(config, tensor_parallel)
-        policy, _ = abstract_run(config, tensor_parallel=tensor_parallel, gpu=gpu)
+        policy, state = abstract_run(config, tensor_parallel=tensor_parallel, gpu=gpu)
         free = device_bytes - bytes_on_device(policy, tensor_parallel)
-        lengths = config.max_prompt_length, config.max_completion_length
+        lengths = state.config.max_prompt_length, config.max_completion_length
         choose_shapes(policy, 1, 1, *lengths, config.eval_engine.replace(free_bytes=free), gpu)
     except CheckpointError:
         raise

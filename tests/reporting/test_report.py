@@ -36,7 +36,7 @@ def rows(count: int) -> list[dict]:
 def test_a_finished_run(tmp_path):
     config = Config(
         model="m", max_steps=200, seed=3, lora_target_modules=("q_proj",), output_dir=str(tmp_path), resume="auto"
-    )
+    ).with_max_prompt_length(4096)
     metrics = rows(20)
     write_plots(tmp_path, metrics)
     before, after = Evaluation(0.5, 0.4, 0.6, 0.9, 1, 0, 12.5, 200, 1), Evaluation(0.75, 0.7, 0.8, 0.9, 1, 0, 9, 200, 1)

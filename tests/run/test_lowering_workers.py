@@ -72,7 +72,8 @@ def test_a_worker_lowers_what_the_run_would(tmp_path, tiny_dir, is_on_gpu):
         worker.stdin.close()  # as the end of this process would, whatever ends it
         assert worker.wait(60) == 0
     found = [{file.name: pickle.loads(file.read_bytes()[32:]) for file in x.directory.iterdir()} for x in (own, kept)]
-    assert found[0].keys() == found[1].keys() and len(found[0]) >= 8
+    # What an earlier test of this process has traced is not lowered here again.
+    assert found[0].keys() <= found[1].keys() and len(found[0]) >= 8
     for name, (expected, results) in found[0].items():
         ours, own_results = found[1][name]
         assert text(ours) == text(expected) and own_results == results

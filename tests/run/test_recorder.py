@@ -58,7 +58,8 @@ def running(tmp_path) -> tuple[Run, Recorder, TrainState]:
     model = small.bf16(tmp_path / "model", shards=1)
     config = Config(
         model=str(model), output_dir=str(directory), reward_funcs=("answer",), reward_weights=(1.0,), max_steps=50,
-        num_iterations=1, save_steps=50, dtype="float32", sigma_start=1e-2, sigma_end=5e-4, num_stages=70,
+        num_iterations=1, save_steps=50, max_prompt_length=60, dtype="float32",
+        sigma_start=1e-2, sigma_end=5e-4, num_stages=70,
     )  # fmt: skip
     policy = load_policy(model, lora=config.lora, dtype=jnp.float32)
     state = init_state(policy, config).replace(step=jnp.int32(2))
