@@ -105,10 +105,11 @@ def test_a_run_may_fill_all_positions_of_the_model(tmp_path):
     prepare.check(with_rewards(dataclasses.replace(config, max_completion_length=312)))  # 512
     with pytest.raises(ConfigError, match=r"200 \+ max_completion_length 313 exceed max_position_embeddings 512"):
         prepare.check(with_rewards(dataclasses.replace(config, max_completion_length=313)))
-    advised = (200, 313, "max_prompt_length of at most 199"), (None, 512, "256 leaves prompts 256")
-    for prompt, completion, advice in advised:
+    prepare.check(with_rewards(dataclasses.replace(config, max_prompt_length=None, max_completion_length=511)))
+    refused = (200, 313, "give a max_prompt_length of at most 199"), (None, 512, "nothing of .*: 256 leaves them 256")
+    for prompt, completion, words in refused:
         changed = dataclasses.replace(config, max_prompt_length=prompt, max_completion_length=completion)
-        with pytest.raises(ConfigError, match=f": give .*{advice}$"):
+        with pytest.raises(ConfigError, match=f"{words}$"):
             prepare.check(with_rewards(changed))
 
 
@@ -125,7 +126,7 @@ def unloadable(tmp_path_factory) -> Path:
     [
         (["--model", "nowhere"], "model directory nowhere does not exist"),
         (["--model", ""], "model is empty: name a Hugging Face directory"),
-        (["--config", "gsm8k-7b-nvfp4"], "512 + max_completion_length 4096 exceed max_position_embeddings 512 of"),
+        (["--config", "gsm8k-7b-nvfp4"], "4096 leaves prompts nothing of max_position_embeddings 512 of"),
         (["--model", NVFP4, "--weight-format", "nf4"], "weights (compressed-tensors); weight_format 'nf4' would need"),
         (["--reward-funcs", "nosuch"], "reward 'nosuch' is neither"),
         (["--reward-funcs", "code"], "refused without allow_code_execution"),

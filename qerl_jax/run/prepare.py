@@ -259,14 +259,15 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
     model = dataclasses.replace(model_config(directory), tensor_parallel=tensor_parallel)
     positions = model.max_position_embeddings
     accepted_quantization(directory, config.loaded_format)
-    config = config.with_max_prompt_length(positions)
-    if config.max_prompt_length + config.max_completion_length > positions:
-        room, half = positions - config.max_completion_length, positions // 2
-        prompts = f"a max_prompt_length of at most {room}"
-        advice = prompts if room > 0 else f"a smaller max_completion_length: {half} leaves prompts {positions - half}"
+    completion, room = config.max_completion_length, positions - config.max_completion_length
+    limit = f"max_position_embeddings {positions} of {directory / 'config.json'}"
+    if room < 1:
+        advice = f"{positions // 2} leaves them {positions - positions // 2}"
+        raise ConfigError(f"max_completion_length {completion} leaves prompts nothing of {limit}: {advice}")
+    if config.max_prompt_length is not None and config.max_prompt_length > room:
         raise ConfigError(
-            f"max_prompt_length {config.max_prompt_length} + max_completion_length {config.max_completion_length} "
-            f"exceed max_position_embeddings {positions} of {directory / 'config.json'}: give {advice}"
+            f"max_prompt_length {config.max_prompt_length} + max_completion_length {completion} exceed {limit}: give a "
+            f"max_prompt_length of at most {room}"
         )
     if config.rollout_backend == "vllm":
         if (devices := processes * tensor_parallel) > 1:
