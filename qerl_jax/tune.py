@@ -21,7 +21,7 @@ from qerl_kernels.nvfp4_matmul import tuning
 from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.nvfp4_matmul.tuner.candidates import trials
 from qerl_kernels.nvfp4_matmul.tuner.search import Clock, fastest, in_lines, keep, row_of, total_us
-from qerl_kernels.nvfp4_matmul.tuner.trials import Gemm, Timer, Trial, all_programs, build
+from qerl_kernels.nvfp4_matmul.tuner.trials import Gemm, Timer, Trial, build, prologues
 
 from qerl_jax import command
 from qerl_jax.atomic import check_file_writable, one_line, write_text
@@ -73,7 +73,7 @@ def compiled_timer(group: Sequence[Trial]) -> Timer:
         except Exception as error:  # any refusal of the compiler is an answer
             return one_line(error)
 
-    programs = [program for (program,) in all_programs([group])]
+    programs = [*group, *prologues(group)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         executables = dict(zip(programs, pool.map(compiled, programs), strict=True))
     return Timer(group, executables.__getitem__)

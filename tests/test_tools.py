@@ -60,49 +60,6 @@ def test_the_readme_says_what_fits_a_gpu(name):
     assert row in (ROOT / "README.md").read_text().splitlines()
 
 
-def test_tiers_are_compared_measurement_by_measurement(tool, tmp_path):
-    """Twice and four times as long, one also beside vLLM's kernel; rows without a partner and other batches are left
-    out."""
-    files = {
-        "gemm_tiers": [
-            {"case": "o_7b", "m": 8, "us": 5.0},
-            {"case": "o_7b", "m": 8, "as_arch": 89, "us": 10.0},
-            {"case": "o_7b", "m": 8, "impl": "marlin", "us": 12.0},
-            {"case": "o_7b", "m": 16, "us": 5.0},
-            {"case": "o_7b", "m": 16, "as_arch": 89, "us": 6.25},
-        ],
-        "rollout": [
-            {"model": "7b", "batch": 8, "decode_ms_per_step": 2.0, "peak_bytes": 8e9},
-            {"model": "7b", "batch": 8, "as_arch": 89, "decode_ms_per_step": 8.0, "peak_bytes": 9e9},
-            {"model": "7b", "batch": 32, "as_arch": 89, "decode_ms_per_step": 8.0, "peak_bytes": 9e9},
-        ],
-    }
-    for name, rows in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"meta": {}, "rows": rows}))
-    assert tool("bench_tiers").report(tmp_path) == [
-        "gemm_tiers o_7b m 8: 10.00 us, 0.50 of Hopper's speed, 1.20 of Marlin's",
-        "gemm_tiers o_7b m 16: 6.25 us, 0.80 of Hopper's speed",
-        "rollout 7b batch 8: 8.00 decode_ms_per_step, 0.25 of Hopper's speed, peak 9.0 GB",
-    ]
-
-
-def test_each_tier_is_timed_with_its_own_configs(tool):
-    """Those of a GPU without clusters and with 99 KiB beside Hopper's, four GEMMs each."""
-    hopper, warp = (tool("bench_tiers").gemm_trials([8])[i::2] for i in range(2))
-    assert len(hopper) == len(warp) == 4 and {trial.gpu.smem_bytes for trial in warp} == {99 * 1024}
-    assert all(trial.gpu.tier == "wgmma" for trial in hopper) and any(trial.config.cluster > 1 for trial in hopper)
-    assert all(trial.gpu.tier == "warp" and trial.config.cluster == 1 for trial in warp)
-
-
-def test_marlin_is_asked_for_the_gemms_of_the_trials(tool, tmp_path):
-    """A GEMM once, though both tiers have it; what its process prints last are the times."""
-    module = tool("bench_tiers")
-    (tmp_path / "timed.py").write_text("import sys; print('loading'); print(list(range(1, len(sys.argv) - 1)))")
-    rows = module.marlin_rows(tmp_path / "_C.abi3.so", module.gemm_trials([8, 32]), tmp_path / "timed.py")
-    assert [row["us"] for row in rows] == list(range(1, 9))
-    assert rows[1] == {"case": "qkv_7b", "n": 4608, "k": 3584, "m": 32, "impl": "marlin", "us": 2}
-
-
 @pytest.mark.parametrize("only", ["yaml ", "reward ", "flag ", pytest.param("", marks=pytest.mark.nightly)])
 def test_hostile_inputs_are_read_as_stated_or_refused(tool, only):
     failed, passed = tool("hostile_inputs").failures(only)

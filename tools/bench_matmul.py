@@ -1,6 +1,6 @@
 """Times the NVFP4 GEMM with adapters on the projections of Qwen2.5, beside a bf16 matmul of XLA's library.
 
-    python tools/bench_matmul.py [--cases qkv_7b ...] [--tokens 1 8 ...] [--out FILE.json]
+    python tools/bench_matmul.py [--cases qkv_7b ...] [--tokens 1 8 ...] [--as-arch 89] [--out FILE.json]
 
 `us` is the median duration of our kernel by the profiler, with the config of the tuning table, over weights that
 outgrow the L2; forward GEMMs carry rank-32 adapters. `cublas_bf16` is the time of all kernels of a bf16 matmul of the
@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import pathlib
 
-import ahead
 import jax
 import jax.numpy as jnp
+from as_gpu import add_as_arch, assume
+from qerl_kernels import dispatch
 from qerl_kernels.kernel_times import profiled
 from qerl_kernels.nvfp4_matmul import cases
 from qerl_kernels.nvfp4_matmul.tuner.trials import (
@@ -25,15 +25,14 @@ from qerl_kernels.nvfp4_matmul.tuner.trials import (
     MANY,
     RANK,
     ROTATE_BYTES,
-    Timer,
     Trial,
     activations,
-    all_programs,
-    build,
     gemm_of,
     present,
-)  # fmt: skip
+)
 from record import add_commit, write_rows
+
+from qerl_jax.tune import compiled_timer
 
 
 def cublas_us(case: str, m: int) -> float:
@@ -56,23 +55,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(cases.TIMED), choices=list(cases.SHAPES))
     parser.add_argument("--tokens", nargs="*", type=int, default=list(cases.TOKENS), help="rows of x")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
+    add_as_arch(parser)
     add_commit(parser)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tools/results/nvidia-h200/matmul.json"))
     args = parser.parse_args()
-    groups = [
-        [
-            Trial(gemm_of(case), m, way, present(gemm_of(case), m, way))
-            for m in args.tokens
-            if way == "forward" or m >= MANY
-        ]
-        for case, way in itertools.product(args.cases, ("forward", "dx"))
-    ]
-    groups = [group for group in groups if group]
-    executables = dict(ahead.compile_all(build, all_programs(groups), args.jobs))
+    seen_as = assume(args.as_arch)
+    gpu = dispatch.this_gpu()
     rivals: dict[tuple[str, int], float] = {}
-    for group in groups:
-        timer = Timer(group, ahead.loader(executables, build))
+    for gemm, way in itertools.product(map(gemm_of, args.cases), ("forward", "dx")):
+        tokens = [m for m in args.tokens if way == "forward" or m >= MANY]
+        if not tokens:
+            continue
+        group = [Trial(gemm, m, way, present(gemm, m, way, gpu), gpu) for m in tokens]
+        timer = compiled_timer(group)
         if timer.refused:
             raise SystemExit("\n".join(f"{trial}: {why}" for trial, why in timer.refused.items()))
         for trial, us in timer.times(group).items():
@@ -81,7 +76,7 @@ def main() -> None:
             _, n, k, *_ = trial.gemm
             about = {"case": trial.gemm.name, "m": trial.m, "n": n, "k": k, "direction": trial.direction}
             rank = RANK if trial.direction == "forward" else 0
-            row = {**about, "lora_rank": rank, "impl": "qerl", "us": round(us, 2)}
+            row = {**about, "lora_rank": rank, "impl": "qerl", **seen_as, "us": round(us, 2)}
             rival = {
                 **about,
                 "direction": "forward",

@@ -1,7 +1,6 @@
 """Scaling of a step over the GPUs of one machine: rollout, gather, update and all-reduce, on 1 and on N of them.
 
     python tools/bench_scaling.py 7B --out DIR [--devices 1 2] [--batch 128] [--lengths fixed|gsm8k] [--limit 900]
-    python tools/bench_scaling.py --out DIR --devices 1 2 --train --config gsm8k-0.5b-nvfp4 --model DIR …
 
 Random weights of the published shapes, lengths and prompts as in bench_step.py. Weak scaling: `--batch` completions for
 each GPU, of the same lengths on each; strong scaling: in all. With one GPU both are the same. Each number of GPUs runs
@@ -13,9 +12,6 @@ all-reduces, whole step. `gather_seconds` is that of the last process, which wai
 sum of the adapters' gradients by itself, of `all_reduce_arrays` arrays and `all_reduce_bytes`. Its parts, each awaited:
 `join` them to a vector, `agree` to go on, the `collective`; and the optimizer's step from the vectors (`optimizer`) and
 from the arrays, as on one GPU (`optimizer_alone`).
-
-`--train` instead runs `python -m qerl_jax.train` with the flags behind it, once for each number of GPUs, into
-DIR/run-N: seconds from the command to its end, and the accuracy of its last evaluation.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ import numpy as np
 from bench_step import draw
 from make_checkpoint import SIZES
 from random_policy import random_policy
-from record import add_commit, shell, write_rows
+from record import add_commit, write_rows
 
 from qerl_jax import (
     Config,
@@ -50,7 +46,6 @@ from qerl_jax import (
     launch,
     make_batch,
 )
-from qerl_jax.checkpoint.run_files import EVALUATION_FILE, METRICS_FILE
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.parallel import Replicas
 from qerl_jax.programs import compile_calls
@@ -85,32 +80,17 @@ def main() -> None:
         use_compilation_cache(None)
         program, sys.argv = sys.argv, sys.argv[: sys.argv.index("--process")]  # rows keep the command that was given
         sys.exit(launch.run(given, program, lambda replicas: measure_all(args, replicas)))
-    if args.train is None and args.size is None:
-        raise SystemExit("name a size, or --train with the flags of a run")
-    codes = {}
-    for count in args.devices:
-        began = time.perf_counter()
-        if args.train is None:
-            codes[count] = within(args.limit, [*sys.argv, "--process", str(count)])
-            continue
-        place = args.out / f"run-{count}"
-        run = ["-m", "qerl_jax.train", *args.train, "--devices", str(count), "--output-dir", str(place)]
-        codes[count] = within(args.limit, run)
-        row = {"kind": "run", "devices": count, "flags": " ".join(args.train), "exit_code": codes[count]}
-        gpu = {"gpu": shell("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").partition("\n")[0] or "none"}
-        write_rows(args.out / FILE, [row | result(place, time.perf_counter() - began)], args.commit, gpu)
+    codes = [within(args.limit, [*sys.argv, "--process", str(count)]) for count in args.devices]
     show(json.loads((args.out / FILE).read_text())["rows"] if (args.out / FILE).exists() else [])
-    sys.exit(next((code for code in codes.values() if code), 0))
+    sys.exit(next((code for code in codes if code), 0))
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", nargs="?", choices=SIZES)
+    parser.add_argument("size", choices=SIZES)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--kinds", nargs="+", choices=("weak", "strong"), default=["weak", "strong"])
     parser.add_argument("--format", choices=("nvfp4", "bf16"), default="nvfp4")
-    parser.add_argument("--matmul-kernel", choices=("xla", "mosaic_gpu"), default="mosaic_gpu")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-len", type=int, default=256)
@@ -120,7 +100,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit", type=float, default=900, help="seconds for each number of devices")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--train", nargs=argparse.REMAINDER, help="measure this run; the last flag")
     add_commit(parser)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)  # with those of `launch`: of the processes
     for flag, kind in (("--coordinator", str), ("--process-id", int), ("--num-processes", int)):
@@ -146,8 +125,8 @@ def within(seconds: float, program: list[str]) -> int:
 def measure_all(args: argparse.Namespace, replicas: Replicas) -> int:
     """Each kind of scaling on these replicas; the first writes each row."""
     with replicas:
-        policy = committed(random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), args.matmul_kernel))
-        for kind in args.kinds if replicas.count > 1 else ["one"]:
+        policy = committed(random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), "mosaic_gpu"))
+        for kind in ("weak", "strong") if replicas.count > 1 else ("one",):
             row = measure(args, policy, replicas, kind, compile_calls)
             if replicas.is_first:
                 write_rows(args.out / FILE, [row], args.commit)
@@ -272,14 +251,6 @@ def measure(
         "first_call_s": first,
         "tokens_per_s": int(limits.sum()) / seconds["step_seconds"],
     }
-
-
-def result(place: Path, seconds: float) -> dict[str, Any]:
-    """What a run of `train` reached."""
-    evaluation, metrics = place / EVALUATION_FILE, place / METRICS_FILE
-    found = json.loads(evaluation.read_text()) if evaluation.exists() else {}
-    steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-    return {"seconds": seconds, "steps_done": steps} | {f"accuracy_{name}": found[name]["accuracy"] for name in found}
 
 
 def show(rows: list[dict[str, Any]]) -> None:

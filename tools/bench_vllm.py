@@ -3,14 +3,14 @@
     python tools/bench_vllm.py 7B --format nvfp4 --batch 8 32 128 --out tools/results/nvidia-h200
 
 It needs vLLM (0.22.1 was measured) and this project in one environment: `pip install vllm`, then `pip install --no-deps
-.` and jax; or a folder with vLLM's packages on PYTHONPATH. vLLM runs as it does by itself: torch.compile, CUDA graphs
-for each batch size, its own choice of kernels and, unless flags say otherwise, the engine in a process of its own and
-FlashInfer's sampler. Prompts are distinct, prefix caching is off, completions have a fixed length (no EOS),
-temperature 1, the sampled tokens' log-probabilities on, one adapter of `--lora-rank` on all seven projections.
+.` and jax; or a folder with vLLM's packages on PYTHONPATH. vLLM runs as it does by itself, with torch.compile, CUDA
+graphs for each batch size and its own choice of kernels, but in this process and with its native sampler. Prompts are
+distinct, prefix caching is off, completions have a fixed length (no EOS), temperature 1, the sampled tokens'
+log-probabilities on, one adapter of `--lora-rank` on all seven projections.
 
 Weights are drawn on the GPU in place of a checkpoint's, with the statistics of `random_policy.py`: codes uniform,
 scales 32 to 60, weights of standard deviation 0.02. (vLLM's own `dummy` weights give negative block scales.) The engine
-is refused where its projections are not those of `--format`; rows name what they are, and how the engine ran.
+is refused where its projections are not those of `--format`.
 
 Decode milliseconds a step: the time of a long rollout less that of a 32-token one, over the difference in tokens;
 medians of `--repeats` after a first run.
@@ -212,8 +212,8 @@ def measure(engine: Engine, args: argparse.Namespace, batch: int) -> dict:
         "lora_rank": args.lora_rank,
         "group": 1,
         "lengths": "fixed",
-        "engine": "calling process" if args.in_process else "own process",
-        "sampler": "native" if args.native_sampler else "vLLM's choice",
+        "engine": "calling process",
+        "sampler": "native",
         "projections": LAYERS[args.format],
         "tokens_per_s": batch * args.new_tokens / long,
         "decode_ms_per_step": 1e3 * (long - short) / (args.new_tokens - SHORT),
@@ -230,17 +230,13 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256, help=f"more than {SHORT}")
     parser.add_argument("--lora-rank", type=int, default=32, help="0 for an engine without adapters")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--in-process", action="store_true", help="the engine in the calling process")
-    parser.add_argument("--native-sampler", action="store_true", help="vLLM's own sampler, where FlashInfer is missing")
     parser.add_argument("--out", type=Path, required=True)
     add_commit(parser)
     args = parser.parse_args()
     if args.new_tokens <= SHORT:
         parser.error(f"--new-tokens must be more than {SHORT}")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if args.in_process else "1"
-    if args.native_sampler:  # left alone otherwise: "1" is an error where there is no FlashInfer
-        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `layers_of`, which is sent to the engine's process
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for `layers_of`, a function that the engine is given
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(args, Path(folder))
         for batch in args.batch:

@@ -4,10 +4,9 @@ that `config.predicted_us` puts first with the best.
     python tools/tune_decode_prologue.py [--cases qkv_7b ...] [--tokens 8 16 ...] [--most 9] [--out FILE.json]
 
 Each prologue is timed in the configurations that the model puts first: with adapters, with `x A` as split-K partials
-where the kernel can leave them, and without adapters. All are compiled beforehand by processes that do not touch the
-GPU (`ahead`). A figure is the median duration of the kernel by the profiler. A comes from HBM, as in a decode step
-(160 MB pass through the L2 between two calls), the activations from the L2. The constants of `config.predicted_us` were
-fitted to such times.
+where the kernel can leave them, and without adapters. A figure is the median duration of the kernel by the profiler. A
+comes from HBM, as in a decode step (160 MB pass through the L2 between two calls), the activations from the L2. The
+constants of `config.predicted_us` were fitted to such times.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ import functools
 import json
 import os
 import pathlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import ahead
 import jax
 import jax.numpy as jnp
 from qerl_kernels.decode_prologue import cases, config
@@ -82,12 +82,12 @@ def shapes_of(spec: config.PrologueSpec) -> tuple[list, jax.ShapeDtypeStruct | N
     return inputs, bf16(spec.features, spec.columns) if spec.columns else None
 
 
-def build(trial: Trial) -> tuple:
-    """For `ahead.compile_all`."""
+def compiled(trial: Trial) -> Callable:
+    """The kernel, compiled for the default device."""
     from qerl_kernels.decode_prologue import kernel  # jax ≥ 0.11: imported where it runs
 
     spec = trial.spec()
-    return functools.partial(kernel.fused_prologue, spec, trial.config), shapes_of(spec)
+    return jax.jit(functools.partial(kernel.fused_prologue, spec, trial.config)).lower(*shapes_of(spec)).compile()
 
 
 def draw(shapes: tuple, seed: int) -> tuple:
@@ -95,16 +95,12 @@ def draw(shapes: tuple, seed: int) -> tuple:
     return jax.tree.map(lambda s: jax.random.normal(jax.random.key(seed), s.shape).astype(s.dtype), shapes)
 
 
-def durations(trials: list[Trial], jobs: int) -> list[float]:
-    """Microseconds of each. Raises SystemExit where one does not compile."""
-    found = dict(ahead.compile_all(build, [(trial,) for trial in trials], jobs))
-    refused = [f"{trial}: {found[trial,]}" for trial in trials if isinstance(found[trial,], str)]
-    if refused:
-        raise SystemExit("\n".join(refused))
-    calls = []
-    for trial in trials:
-        sets = [draw(shapes_of(trial.spec()), seed) for seed in range(SETS)]
-        calls.append((ahead.load(found[trial,], *sets[0]), sets))
+def durations(trials: list[Trial]) -> list[float]:
+    """Microseconds of each."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = list(pool.map(compiled, trials))
+    sets_of = [[draw(shapes_of(trial.spec()), seed) for seed in range(SETS)] for trial in trials]
+    calls = list(zip(programs, sets_of, strict=True))
     flush, one = jnp.ones(FLUSH_FLOATS), jnp.ones(())
     sweep = jax.jit(lambda x: x * 1.0000001)
     rewrite = jax.jit(lambda inputs, one: jax.tree.map(lambda x: x * one.astype(x.dtype), inputs))
@@ -141,13 +137,12 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=[8, 16, 32, 64, 96, 128])
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--most", type=int, default=9, help="configurations of a prologue")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     add_commit(parser)
     default = pathlib.Path("tools/results/nvidia-h200/decode_prologue_configs.json")
     parser.add_argument("--out", type=pathlib.Path, default=default)
     args = parser.parse_args()
     trials = wanted(args.cases, args.tokens, args.rank, args.most)
-    times = durations(trials, args.jobs)
+    times = durations(trials)
     rows = [{**trial.row(), "us": round(us, 2)} for trial, us in zip(trials, times, strict=True)]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row) for row in rows)

@@ -2,13 +2,12 @@
 
     python tools/tune_matmul.py [--cases gate_up_7b ...] [--tokens 8 16 ...] [--direction forward dx] [--write]
 
-As `python -m qerl_jax.tune` does for a model's decode on the user's GPU, but for all shapes, any number of rows and dx,
-with programs compiled beforehand by processes that do not touch the GPU (`ahead`). All configs that fit an SM are
-enumerated (`qerl_kernels.nvfp4_matmul.tuner.candidates`). Each that is tried is checked (relative error) and timed; the
-faster half is timed again with twice as many calls, until few are left (successive halving). Forward GEMMs carry
-adapters, as they do in rollouts and training. Where configs differ in their LoRA input, the decode prologue is timed
-too, and counted. Run it under a time limit: a kernel with a wrong barrier does not return. `--write` replaces the rows
-of the GEMMs that were tried and leaves the others.
+As `python -m qerl_jax.tune` does for a model's decode on the user's GPU, but for all shapes, any number of rows and dx.
+All configs that fit an SM are enumerated (`qerl_kernels.nvfp4_matmul.tuner.candidates`). Each that is tried is checked
+(relative error) and timed; the faster half is timed again with twice as many calls, until few are left (successive
+halving). Forward GEMMs carry adapters, as they do in rollouts and training. Where configs differ in their LoRA input,
+the decode prologue is timed too, and counted. Run it under a time limit: a kernel with a wrong barrier does not return.
+`--write` replaces the rows of the GEMMs that were tried and leaves the others.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 
-import ahead
 from qerl_kernels.gpu import H200
 from qerl_kernels.nvfp4_matmul import cases, tuning
 from qerl_kernels.nvfp4_matmul.tuner.candidates import trials
 from qerl_kernels.nvfp4_matmul.tuner.search import fastest, in_lines, keep, row_of
-from qerl_kernels.nvfp4_matmul.tuner.trials import Timer, Trial, all_programs, build, gemm_of
+from qerl_kernels.nvfp4_matmul.tuner.trials import MANY, Timer, Trial, gemm_of
 from record import add_commit, meta
+
+from qerl_jax.tune import compiled_timer
 
 TABLE = tuning.path_of(H200.table)
 TOKENS = (8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
@@ -50,17 +49,17 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS), help="rows of x")
     parser.add_argument("--direction", nargs="*", choices=["forward", "dx"], default=["forward", "dx"])
     parser.add_argument("--most", type=int, default=48, help="configs tried for each GEMM")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     add_commit(parser)
     parser.add_argument("--write", type=pathlib.Path, nargs="?", const=TABLE, help="store the rows found")
     args = parser.parse_args()
     stored = json.loads(TABLE.read_text())
     stored["meta"] = meta(args.commit) | {"note": stored["meta"].get("note", "")}
     gemms = itertools.product(args.cases, args.direction, args.tokens)
-    groups = [trials(gemm_of(case), m, way, args.most, H200) for case, way, m in gemms if way == "forward" or m >= 1024]
-    executables = dict(ahead.compile_all(build, dict.fromkeys(all_programs(groups)), args.jobs))
-    for group in groups:
-        row = tune(group, Timer(group, ahead.loader(executables, build)))
+    for case, way, m in gemms:
+        if way == "dx" and m < MANY:
+            continue
+        group = trials(gemm_of(case), m, way, args.most, H200)
+        row = tune(group, compiled_timer(group))
         if row is None:
             continue
         keep(stored, row)

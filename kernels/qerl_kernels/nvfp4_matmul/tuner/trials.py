@@ -304,11 +304,6 @@ class Timer:
         return 0.0 if prologue.form == "a" else self._prologue_us[prologue] + LAUNCH_US
 
 
-def all_programs(groups: Sequence[Sequence[Trial]]) -> list[tuple]:
-    """Every trial and prologue of some groups, as arguments of `build`."""
-    return [(one,) for group in groups for one in (*group, *prologues(group))]
-
-
 def present(gemm: Gemm, m: int, direction: str, gpu: Gpu = H200) -> GemmConfig | SkinnyConfig:
     """The table's choice, with as many stages as it has without adapters."""
     transposed = direction == "dx"
