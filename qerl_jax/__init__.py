@@ -25,7 +25,7 @@ from qerl_jax.rl.loss import TokenLoss, built_in_loss
 from qerl_jax.rl.plan import make_update_plan
 from qerl_jax.rl.state import current_policy, init_state
 from qerl_jax.rl.step import grpo_step
-from qerl_jax.rollout.engine import Progress, generate, stream
+from qerl_jax.rollout.engine import Progress, generate
 from qerl_jax.run.devices import device_bytes
 from qerl_jax.types import Batch, Engine, FinishReason, Policy, Prompts, Rollout, Sampling, TrainState
 
@@ -70,7 +70,6 @@ __all__ = [
     "policy_logits",
     "quantize_checkpoint",
     "score",
-    "stream",
     "to_prompts",
     "token_logprobs",
 ]

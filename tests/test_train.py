@@ -60,7 +60,6 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(settings, tmp_pat
     assert read_metrics(directory)[-1]["step"] == 2
     assert [p.name for p in (directory / "checkpoints").iterdir() if p.name.isdigit()] == ["2"]
     assert "stopped by SIGTERM after step 2 of 500" in (directory / "report.md").read_text()
-    assert runs.read_json(directory / "heartbeat.json")["phase"] == "stopped"
     output = " ".join(output.split())
     chosen = "max_prompt_length 232: what max_completion_length 24 leaves of the model's 256 positions"
     assert output.count(chosen) == 1 and load(directory / "config.yaml").max_prompt_length == 232
@@ -196,9 +195,8 @@ def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(settings, tm
         return [float(i) for i in range(len(prompts))]
 
     state = init_state(policy, config)
-    phases = Phases(tmp_path, Console())
     run = prepare.Run(config, tmp_path, console, policy, Rewards(spy=reward), stream, [])
-    experience = train.collect_experience(run, phases, state, 0.0)
+    experience = train.collect_experience(run, Phases(), state, 0.0)
     ((prompts, answers, hints),) = seen
     assert [item.problem.prompt for item in experience.problems] == prompts[:: config.num_generations]
     assert experience.problems == stream.at(0, config.num_prompts)

@@ -127,7 +127,7 @@ def step(tmp_path, monkeypatch):
     hooks = Hooks(perturb=perturb)
     run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [], hooks, PLAN)
     recorder = object.__new__(Recorder)
-    recorder.phases = Phases(tmp_path, run.console)
+    recorder.phases = Phases()
     recorder.record = lambda *arguments: setattr(calls, "record", arguments)
     static = model, config, AdamW.of(config)
     before = TrainState(jnp.int32(STEP), jnp.int32(CURSOR), norms(0.3), "trained", None, None, *static)

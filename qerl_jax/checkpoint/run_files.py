@@ -11,7 +11,6 @@ ADAPTER_DIR = "adapter"
 PLOTS_DIR = "plots"
 REPORT_FILE = "report.md"
 NONFINITE_DIR = "nonfinite"
-HEARTBEAT_FILE = "heartbeat.json"
 TENSORBOARD_DIR = "tensorboard"
 WANDB_DIR = "wandb"
 WANDB_FILE = "wandb.json"
@@ -27,7 +26,6 @@ OWNED: dict[str, tuple[str, ...]] = {
     PLOTS_DIR: ("*.png",),
     NONFINITE_DIR: ("step_*.npz",),
     REPORT_FILE: (),
-    HEARTBEAT_FILE: (),
     TENSORBOARD_DIR: ("events.out.tfevents.*",),
     WANDB_DIR: ("run-*", "offline-run-*", "latest-run", "debug*.log", "settings"),
     WANDB_FILE: (),

@@ -11,7 +11,7 @@ Axes: B sequences, P prompts, G group (row = p · G + g), T tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -69,8 +69,8 @@ def generate(
       engine: how the rollout runs; None: `Engine()`.
       limits: largest completion lengths in tokens, at most `sampling.max_new_tokens`: one for each prompt or one for
         each of the B rows. None: `sampling.max_new_tokens` for all.
-      on_progress: called with each `Progress` of `stream`, while the device decodes: time it takes beyond that of a
-        chunk delays the rollout.
+      on_progress: called with a `Progress` after every chunk, while the device decodes the next one: time it takes
+        beyond that of a chunk delays the rollout.
 
     Returns:
       B = P · G rows of width prompt width + max_new_tokens.
@@ -79,26 +79,6 @@ def generate(
       ValueError: no prompts, an empty prompt, a token id beyond the vocabulary, prompt + completion beyond the model's
         positions, limits out of range, or too little memory (with the numbers).
     """
-    running = stream(policy, prompts, sampling, key, engine, limits)
-    while True:
-        try:
-            progress = next(running)
-        except StopIteration as end:
-            return end.value
-        on_progress(progress)
-
-
-def stream(
-    policy: Policy,
-    prompts: Prompts | list[list[int]],
-    sampling: Sampling,
-    key: Array,
-    engine: Engine | None = None,
-    limits: Sequence[int] | None = None,
-) -> Generator[Progress, None, Rollout]:
-    """`generate` as a generator: yields a `Progress` after every chunk, while the device decodes the next one, and
-    returns the Rollout.
-    """
     config: ModelConfig = policy.config
     if not isinstance(prompts, Prompts):
         prompts = Prompts.from_lists(prompts, pad=config.pad_token_id)
@@ -106,7 +86,8 @@ def stream(
     check_positions(config, prompts.tokens.shape[1], sampling.max_new_tokens)
     decoder = _Decoder(policy, prompts, sampling, key, engine or Engine(), _check_limits(limits, prompts, sampling))
     try:
-        yield from decoder.steps()
+        for progress in decoder.steps():
+            on_progress(progress)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -193,7 +174,7 @@ class _Decoder:
         self.decoding = set(range(len(limits)))  # sequences whose last token has not been read
         self.progress = Progress(0, len(limits), 0, {})
 
-    def steps(self) -> Generator[Progress, None, None]:
+    def steps(self) -> Iterator[Progress]:
         """Decode all sequences. The results of a chunk are read while the next one runs."""
         self._begin()
         running, seen = [], self.progress

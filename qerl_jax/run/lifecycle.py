@@ -127,12 +127,9 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     rows = recorder.metrics.rows
     write_plots(directory, rows)
     reason = "" if is_done else signal.Signals(recorder.stopped).name
-    phases = recorder.phases
-    phases.step = last  # none is in progress
-    seconds = phases.totals | Counter(compiling=run.programs.waited if run.programs else 0)
+    seconds = recorder.phases.totals | Counter(compiling=run.programs.waited if run.programs else 0)
     ending = Ending(last, reason, recorder.evaluations.all(), seconds, run.given)
     write_report(directory, config, rows, ending)
-    phases.beat("stopped" if reason else "finished")
     if reason:
         say(console, f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with")
         say(console, run.resume_command)

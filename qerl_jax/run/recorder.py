@@ -65,8 +65,7 @@ class Recorder:
         self.checkpoints = checkpoints
         self.metrics = MetricsFile(run.directory) if checkpoints else None
         self.evaluations = EvaluationResults(run.directory) if checkpoints else None
-        self.phases = Phases(run.directory if checkpoints else None, run.console, run.clock)
-        self.phases.step = step + 1
+        self.phases = Phases(run.clock)
         config = run.config if checkpoints else dataclasses.replace(run.config, report_to=())
         self.curves = Sinks(config, run.directory, step, run.console)
         self.stopped = 0
@@ -127,7 +126,7 @@ class Recorder:
         health.refuse_skipped(rows, config)
         if step == config.num_rollouts and (said := health.refuse_untrained(rows, config)):
             say(self._run.console, said)
-        self._newest, self.phases.step = state, step + 1
+        self._newest = state
         self._progress.update(step, self._metrics)
         self._warn(step, rows)
         stopped = self._signals.requested  # read once: a later signal counts for the next step

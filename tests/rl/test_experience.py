@@ -44,8 +44,8 @@ class World(VllmEngine):
     """Problem n of the stream has the rewards `(table[n], 0)` in its group; draws and keys are recorded. It samples in
     the place of vLLM."""
 
-    def __init__(self, place: pathlib.Path, *table: float):
-        self.place, self.table, self.drawn, self.keys = place, table, [], []
+    def __init__(self, *table: float):
+        self.table, self.drawn, self.keys = table, [], []
 
     def generate(self, actor, prompts: Prompts, sampling, key: jax.Array, engine) -> Rollout:
         self.keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
@@ -76,9 +76,7 @@ class World(VllmEngine):
         stream, rewards = Numbers((self.drawn,), None, 0), Rewards(half=self.reward)
         run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [], vllm=self, replicas=replicas)
         state = TrainState(jnp.int32(1), jnp.int32(CURSOR), {}, {}, {}, None, shape, config, None)
-        place = self.place / str(replicas.index)
-        place.mkdir(exist_ok=True)
-        return train.collect_experience(run, Phases(place, Console()), state, 0.0)
+        return train.collect_experience(run, Phases(), state, 0.0)
 
 
 def check(experience: Experience, items: list[int], world: World) -> None:
@@ -95,21 +93,21 @@ def check(experience: Experience, items: list[int], world: World) -> None:
     np.testing.assert_array_equal(experience.reward_parts["half"], experience.rewards / 2)
 
 
-def test_without_resampling_every_group_stays(tmp_path):
-    world = World(tmp_path, 0, 0, 1)
+def test_without_resampling_every_group_stays():
+    world = World(0, 0, 1)
     experience = world.collect(0)
     check(experience, [0, 1, 2], world)
     assert (experience.drawn, experience.resampled, experience.resampling_rounds, world.drawn) == (3, 0, 0, [(0, 3)])
 
 
-def test_equal_groups_are_replaced_by_the_first_useful_fresh_ones(tmp_path):
+def test_equal_groups_are_replaced_by_the_first_useful_fresh_ones():
     """Problem 1 teaches nothing; of the fresh 3, 4 the first that does is 4. Two of three taught: two are enough."""
-    world = World(tmp_path, 1, 0, 2, 0, 3)
+    world = World(1, 0, 2, 0, 3)
     experience = world.collect(4)
     check(experience, [0, 4, 2], world)
     assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (5, 1, 1)
     assert world.drawn == [(0, 3), (3, 2)] and len(set(world.keys)) == 2
-    check(World(tmp_path, 1, 0, 2, 4, 3).collect(4), [0, 3, 2], World(tmp_path, 1, 0, 2, 4, 3))  # both would do
+    check(World(1, 0, 2, 4, 3).collect(4), [0, 3, 2], World(1, 0, 2, 4, 3))  # both would do
 
 
 @pytest.mark.parametrize(
@@ -129,18 +127,18 @@ def test_refills_are_as_large_as_the_shortage(prompts, equal, drawn, size):
     assert refill_size(np.arange(prompts) < equal, drawn) == size
 
 
-def test_resampling_goes_on_until_all_teach(tmp_path):
+def test_resampling_goes_on_until_all_teach():
     """One of three taught: a whole round; then two of six: all three again."""
-    world = World(tmp_path, 0, 0, 2, 0, 3, 0, 0, 0, 5)
+    world = World(0, 0, 2, 0, 3, 0, 0, 0, 5)
     experience = world.collect(4)
     check(experience, [4, 8, 2], world)
     assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (9, 2, 2)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_replicas_replace_the_groups_that_one_process_would(tmp_path, count):
+def test_replicas_replace_the_groups_that_one_process_would(count):
     """Three groups a round: two and one, one each, or a replica without any. Equal groups are on all of them."""
-    world = World(tmp_path, 0, 0, 2, 0, 3, 0, 0, 0, 5)
+    world = World(0, 0, 2, 0, 3, 0, 0, 0, 5)
     for experience in on_replicas(count, lambda replicas: world.collect(4, replicas)):
         check(experience, [4, 8, 2], world)
         assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (9, 2, 2)
@@ -148,8 +146,8 @@ def test_replicas_replace_the_groups_that_one_process_would(tmp_path, count):
     assert world.drawn.count((0, 3)) == count  # each reads the stream of all
 
 
-def test_rounds_are_bounded_and_what_is_left_stays(tmp_path):
-    world = World(tmp_path, *[0] * 9)
+def test_rounds_are_bounded_and_what_is_left_stays():
+    world = World(*[0] * 9)
     experience = world.collect(2)
     check(experience, [0, 1, 2], world)
     assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (9, 0, 2)

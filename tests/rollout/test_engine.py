@@ -22,7 +22,7 @@ from qerl_jax.config import FREE_ON_RESUME
 from qerl_jax.models.qwen2 import merge_model
 from qerl_jax.programs import calling
 from qerl_jax.rl.logprobs import logprobs_and_entropy
-from qerl_jax.rollout.engine import generate, stream
+from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
 
@@ -69,16 +69,6 @@ def assert_same_rows(a: Rollout, rows_a, b: Rollout, rows_b) -> None:
             assert int(getattr(a, name)[i]) == int(getattr(b, name)[j])
         np.testing.assert_array_equal(a.tokens[i, :width], b.tokens[j, :width])
         np.testing.assert_allclose(a.logprobs[i, :width], b.logprobs[j, :width], atol=1e-5)
-
-
-def to_the_end(running) -> tuple[list, Rollout]:
-    """The values a stream yields, and its return value."""
-    seen = []
-    while True:
-        try:
-            seen.append(next(running))
-        except StopIteration as end:
-            return seen, end.value
 
 
 def test_shape_of_a_rollout(free):
@@ -321,23 +311,25 @@ def test_invalid_limits(policy):
             generate(policy, PROMPTS, FREE, KEY, limits=wrong)
 
 
-def test_the_stream_reports_progress(policy, free):
+def test_progress_is_reported(policy, free):
     """After each of twelve chunks of two tokens, four for every three of the rows: rows that end within the next chunk,
     which has been sent, have ended.
     """
-    seen, rollout = to_the_end(stream(policy, PROMPTS, FREE, KEY, SMALL))
+    seen = []
+    rollout = generate(policy, PROMPTS, FREE, KEY, SMALL, on_progress=seen.append)
     assert_same_rows(rollout, range(8), free, range(8))
     ended = [0, 0, 3, 3, 3, 3, 6, 6, 6, 6, 8, 8]
     tokens = [*range(6, 49, 6), 52, 56, 60, 64]
     assert [(p.ended, p.rows, p.tokens) for p in seen] == [(e, 8, t) for e, t in zip(ended, tokens, strict=True)]
 
 
-def test_the_stream_hands_out_each_group_once_it_is_complete(ended):
+def test_progress_hands_out_each_group_once_it_is_complete(ended):
     """All tokens of its rows, whatever ends them: EOS, the limit, a failure."""
     token = int(completion_ids(generate(ended, PROMPTS, FREE, KEY))[7][2])
     table = ended.frozen["embed_tokens"].at[token].set(jnp.nan)
     for actor in (ended, ended.replace(frozen=ended.frozen | {"embed_tokens": table})):
-        seen, rollout = to_the_end(stream(actor, PROMPTS, FREE, KEY, SMALL, [8, 3, 8, 8]))
+        seen = []
+        rollout = generate(actor, PROMPTS, FREE, KEY, SMALL, [8, 3, 8, 8], seen.append)
         given, ids = [item for progress in seen for item in progress.groups.items()], completion_ids(rollout)
         assert sorted(given) == [(p, ids[GROUP * p : GROUP * (p + 1)]) for p in range(4)]
         assert len(seen[-1].groups) < 4

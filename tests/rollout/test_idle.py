@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import fp32_policy, noted_programs
 
-from qerl_jax.rollout.engine import Progress, stream
+from qerl_jax.rollout.engine import Progress, generate
 from qerl_jax.types import Engine, Policy, Rollout, Sampling
 
 CHUNK = 4
@@ -41,12 +41,9 @@ def steps() -> Iterator[list[np.ndarray]]:
 
 
 def run(policy: Policy, prompts: int, sampling: Sampling, slots: int, limits=None) -> tuple[Progress, Rollout]:
-    running = stream(policy, [[p + 1, 9, 2] for p in range(prompts)], sampling, KEY, Engine(slots, chunk=CHUNK), limits)
-    while True:
-        try:
-            progress = next(running)
-        except StopIteration as end:
-            return progress, end.value
+    lists, engine, seen = [[p + 1, 9, 2] for p in range(prompts)], Engine(slots, chunk=CHUNK), []
+    rollout = generate(policy, lists, sampling, KEY, engine, limits, seen.append)
+    return seen[-1], rollout
 
 
 def waits(steps: list[np.ndarray]) -> list[int]:
@@ -65,15 +62,15 @@ def test_no_slot_is_idle_where_limits_allow_it(policy, steps, group, limits):
     assert CHUNK * 2 * len(steps) == sum(limits) == progress.tokens
 
 
-def test_the_next_chunk_runs_while_the_stream_is_looked_at(policy, steps):
+def test_the_next_chunk_runs_while_progress_is_looked_at(policy, steps):
     """Groups of 3 and of 8 chunks: the first is handed out long before the last chunk is sent to the device, which has
     two to do while the results of one are looked at.
     """
-    running, groups = stream(policy, [[1, 9], [2, 9]], Sampling(32), KEY, Engine(chunk=CHUNK), [12, 32]), []
-    for read, progress in enumerate(running, 1):
-        assert len(steps) == min(read + 2, 8)
-        groups += [(read, *progress.groups)] if progress.groups else []
-    assert groups == [(3, 0), (8, 1)]
+    seen = []
+    look = lambda progress: seen.append((len(steps), [*progress.groups]))  # noqa: E731
+    generate(policy, [[1, 9], [2, 9]], Sampling(32), KEY, Engine(chunk=CHUNK), [12, 32], look)
+    assert [sent for sent, _ in seen] == [min(read + 2, 8) for read in range(1, 9)]
+    assert [(read, *groups) for read, (_, groups) in enumerate(seen, 1) if groups] == [(3, 0), (8, 1)]
 
 
 def test_a_slot_waits_less_than_a_chunk_after_a_limit(policy, steps):
@@ -93,7 +90,7 @@ def test_a_slot_waits_less_than_two_chunks_after_an_eos(policy, steps):
     assert len(between) > 10 and CHUNK <= max(between) <= 2 * CHUNK - 1
 
 
-def test_the_stream_counts_all_tokens_where_survivors_move(policy, steps):
+def test_progress_counts_all_tokens_where_survivors_move(policy, steps):
     """32 slots become 8 while a chunk is in flight in which the other sequences sample their last tokens."""
     limits = [16] * 5 + [6] * 27
     progress, rollout = run(policy, 4, Sampling(16, num_generations=8), 32, limits)
