@@ -224,9 +224,7 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
             print("sampling; the first problems wait until the programs are compiled …", flush=True)
             if kept := LoweredPrograms.beside_compiled():
                 stack.enter_context(kept.used())
-            parts = sampled_items(
-                sample, tokenizer, model.pad_token_id, problems, grader, config.seed, at_once, len(items), replicas
-            )
+            parts = sampled_items(sample, tokenizer, problems, grader, config.seed, at_once, len(items), replicas)
             for part in parts:
                 if records:
                     records.append(part)

@@ -160,7 +160,7 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
     engine = within(run.plan, config.engine).replace(prompts=len(run.replicas.share(config.num_prompts)) or None)
     for resampling_round in range(1 + config.resampling_rounds):
         problems = run.problems(state, drawn, count)
-        prompts = to_prompts(problems, config.max_prompt_length, actor.config.pad_token_id)
+        prompts = to_prompts(problems, config.max_prompt_length)
         key = keys.for_round(step_key, resampling_round)
         grading = Grading(run, problems)
         # vLLM gives all completions at once.

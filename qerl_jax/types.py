@@ -146,10 +146,8 @@ class Prompts(_Replace):
         return Prompts(*(jax.device_put(np.asarray(array)[places]) for array in arrays))
 
     @classmethod
-    def from_lists(
-        cls, prompts: list[list[int]], ids: list[int] | None = None, length: int | None = None, pad: int = 0
-    ) -> Prompts:
-        """Pad token lists on the right to `length` (None: the longest). ids default to 0, 1, 2, …
+    def from_lists(cls, prompts: list[list[int]], ids: list[int] | None = None, length: int | None = None) -> Prompts:
+        """Pad token lists by zeros on the right to `length` (None: the longest). ids default to 0, 1, 2, …
 
         Raises ValueError for an empty list, an empty prompt or one longer than `length`.
         """
@@ -163,7 +161,7 @@ class Prompts(_Replace):
             raise ValueError(
                 f"prompt {lengths.index(max(lengths))} has {max(lengths)} tokens, more than the {width} allowed"
             )
-        tokens = np.full((len(prompts), width), pad, np.int32)
+        tokens = np.zeros((len(prompts), width), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         ids = range(len(prompts)) if ids is None else ids

@@ -224,11 +224,9 @@ def _token_ids(texts: list[str], tokenizer: Any, cut: str) -> list[list[int]]:
     return [list(itertools.chain(*itertools.islice(ids, len(part)))) for part in pieces]
 
 
-def to_prompts(encoded: list[EncodedProblem], length: int, pad: int) -> Prompts:
+def to_prompts(encoded: list[EncodedProblem], length: int) -> Prompts:
     """Prompts padded to a fixed length, so that no step compiles again."""
-    return Prompts.from_lists(
-        [list(item.tokens) for item in encoded], [item.problem.id for item in encoded], length, pad
-    )
+    return Prompts.from_lists([list(item.tokens) for item in encoded], [item.problem.id for item in encoded], length)
 
 
 def completion_texts(rollout: Rollout, tokenizer: Any) -> list[str]:

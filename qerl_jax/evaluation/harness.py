@@ -63,16 +63,13 @@ def evaluate(
     def complete(prompts: Prompts, key: Array) -> Rollout:
         return (sample or generate)(policy, prompts, sampling, key, engine)
 
-    [items] = sampled_items(
-        complete, policy.tokenizer, policy.config.pad_token_id, problems, grader, seed, replicas=replicas
-    )
+    [items] = sampled_items(complete, policy.tokenizer, problems, grader, seed, replicas=replicas)
     return summarize(items, grader.votes)
 
 
 def sampled_items(
     complete: Callable[[Prompts, Array], Rollout],
     tokenizer: Any,
-    pad_token_id: int,
     problems: Sequence[EncodedProblem],
     grader: Grader,
     seed: int = 0,
@@ -90,7 +87,7 @@ def sampled_items(
     key = keys.for_step(seed, keys.Purpose.EVALUATE, 0)
     for first in range(start, len(problems), at_once or len(problems)):
         part = list(problems[first : first + (at_once or len(problems))])
-        prompts = to_prompts(part, width, pad_token_id)
+        prompts = to_prompts(part, width)
         rollout, items = generate_share(replicas, prompts, lambda prompts: complete(prompts, key)), []
         if rollout:
             own = [part[place].problem for place in replicas.share(len(part))]

@@ -81,7 +81,7 @@ def generate(
     """
     config: ModelConfig = policy.config
     if not isinstance(prompts, Prompts):
-        prompts = Prompts.from_lists(prompts, pad=config.pad_token_id)
+        prompts = Prompts.from_lists(prompts)
     _check_prompts(prompts, config.vocab_size)
     check_positions(config, prompts.tokens.shape[1], sampling.max_new_tokens)
     decoder = _Decoder(policy, prompts, sampling, key, engine or Engine(), _check_limits(limits, prompts, sampling))

@@ -72,7 +72,7 @@ def test_over_long_prompts_cut_on_the_left_or_refused(tokenizer):
 
 def test_prompts_have_a_fixed_width_and_their_ids(tokenizer):
     kept, _ = encode_problems([Problem(7, "Tom has 3 apples.", "3"), Problem(9, "Ann.", "1")], tokenizer, "", 64)
-    prompts = to_prompts(kept, 64, 0)
+    prompts = to_prompts(kept, 64)
     assert prompts.tokens.shape == (2, 64) and prompts.ids.tolist() == [7, 9]
     assert [len(item.tokens) for item in kept] == prompts.lengths.tolist()
 

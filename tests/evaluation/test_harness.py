@@ -205,6 +205,6 @@ def test_parts_of_an_evaluation_have_the_width_of_its_longest_prompt_wherever_it
 
     for start in (0, 2):
         with pytest.raises(InterruptedError):
-            next(harness.sampled_items(complete, None, 0, problems, harness.ANSWER, at_once=2, start=start))
+            next(harness.sampled_items(complete, None, problems, harness.ANSWER, at_once=2, start=start))
     (shape, ids, key), (later_shape, later_ids, later_key) = seen
     assert shape == later_shape == (2, 9) and key == later_key and (ids, later_ids) == ([0, 1], [2, 3])

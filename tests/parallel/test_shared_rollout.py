@@ -125,7 +125,7 @@ def test_an_evaluation_has_the_items_of_one_process(count):
         return Rollout(jnp.asarray(tokens), zeros, jnp.asarray(prompts.lengths)[index], lengths, finish, index)
 
     def items(replicas: Replicas = ALONE) -> list:
-        return list(sampled_items(complete, tokenizer, 0, encoded, ANSWER, at_once=5, replicas=replicas))
+        return list(sampled_items(complete, tokenizer, encoded, ANSWER, at_once=5, replicas=replicas))
 
     wanted = items()
     assert [[item.id for item in part] for part in wanted] == [[0, 1, 2, 2, 2], [5, 6]]
