@@ -1,5 +1,7 @@
 """`decode_attention` on the CPU: the XLA path against plain numpy in fp64, row by row, and what it refuses."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,12 +88,18 @@ def test_scale():
 
 def test_what_does_not_belong_together_is_refused():
     args = inputs(3, 1, 9, 9, 6, 2, 8, jnp.float32)
+    for name in NAMES[1:]:
+        array = args[name]
+        longer = jnp.concatenate([array, array[..., -1:]], -1)
+        with pytest.raises(ValueError, match=re.escape(f": {name} is {longer.shape}, not {array.shape}")):
+            decode_attention(**{**args, name: longer})
+        if array.ndim > 1:
+            with pytest.raises(ValueError, match=f": {name} is bfloat16 and q float32: caches are of q's dtype"):
+                decode_attention(**{**args, name: array.astype(jnp.bfloat16)})
     with pytest.raises(ValueError, match=r"prompt_v is \(1, 2, 8, 8\), not \(1, 2, 9, 8\)"):
         decode_attention(**{**args, "prompt_v": args["prompt_v"][:, :, :8]})
     with pytest.raises(ValueError, match="5 query heads are no multiple of 2"):
         decode_attention(**{**args, "q": args["q"][:, :5]})
-    with pytest.raises(ValueError, match="prompt_k is bfloat16 and q float32: caches are of q's dtype"):
-        decode_attention(**{**args, "prompt_k": args["prompt_k"].astype(jnp.bfloat16)})
     with pytest.raises(ValueError, match="'mosaic_gpu' needs"):
         decode_attention(**args, implementation="mosaic_gpu")
 

@@ -220,6 +220,9 @@ def test_what_config_policy_and_batch_disagree_on_is_an_error_with_both_values(m
     for changes, words in adapters:
         with pytest.raises(ValueError, match=words):
             init_state(micro, dataclasses.replace(config, **changes))
+    fewer = dataclasses.replace(micro.lora_config, target_modules=("q_proj",))
+    with pytest.raises(ValueError, match=r"are on \['q_proj'\], the config's .* 'up_proj', 'v_proj'\]"):
+        init_state(micro.replace(lora_config=fewer), config)
     longest = int((batch.lengths - batch.prompt_lengths).max())
     batches = [
         ({"batch_size": 48}, r"not one of batch_size 48 .*has shape \(24, \d+\) but expected \(48, \d+\)"),

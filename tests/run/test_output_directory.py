@@ -129,13 +129,14 @@ def test_links_that_wandb_makes_are_no_danger(tmp_path):
     run_directory.check(tmp_path / "run", config_of(tmp_path / "run"))
 
 
-def test_overwrite_follows_a_link_to_checkpoints_and_keeps_it(tmp_path):
+@pytest.mark.parametrize("mine", [["mine"], []])
+def test_overwrite_follows_a_link_to_checkpoints_and_keeps_it(tmp_path, mine):
     directory, scratch = tmp_path / "run", tmp_path / "scratch"
-    write(scratch, ["5/manifest.json", "mine"])
+    write(scratch, ["5/manifest.json", *mine])
     run_directory.write_config(directory, config_of(directory))
     (directory / "checkpoints").symlink_to(scratch)
     run_directory.clear(directory)
-    assert [path.name for path in scratch.iterdir()] == ["mine"] and (directory / "checkpoints").is_symlink()
+    assert [path.name for path in scratch.iterdir()] == mine and (directory / "checkpoints").is_symlink()
 
 
 @pytest.mark.parametrize(
