@@ -137,10 +137,9 @@ def test_processes_need_memory_for_their_own_completions():
     refuse_rollout(policy, state.config, Replicas(1, 2), 10_000_000_000)
     with pytest.raises(ValueError, match="cannot hold 128 completions"):
         refuse_rollout(policy, state.config, Replicas(), 10_000_000_000)
-    # Two GPUs of 11 GB hold neither their half of the completions, nor all of them by half of the heads; on four a
-    # quarter of the heads does.
-    with pytest.raises(ConfigError, match=r"need 7\.82 GB; .*--tensor-parallel-size 4$"):
-        memory.refuse_oversized(config, 11e9, 2)
+    # Each of eight GPUs of 7 GB holds an eighth of them beside a quarter of the layers, not beside half of them.
+    with pytest.raises(ConfigError, match=r"need 1\.95 GB; .*--tensor-parallel-size 4$"):
+        memory.refuse_oversized(config, 7e9, 4, 2)
 
 
 def test_an_evaluation_fits_with_few_completions_at_a_time():
@@ -262,11 +261,13 @@ def test_every_array_of_a_7b_run_by_hand():
     assert planned.update_plan.pack == by_kernels.update_plan.pack
     assert planned.working > by_kernels.working
     # Each of two devices has half of gate, up and h, and beside the residual stream and attention's addition what is
-    # summed over both.
+    # summed over both. A rollout has two prompts of up to 256 tokens, an evaluation more.
     assert by_kernels.rollout.prefill == 8192 * (2 * 4 * d + 2 * 3 * f)
-    divided = dataclasses.replace(config, matmul_kernel="mosaic_gpu")
+    sizes = {"batch_size": 16, "num_generations": 8, "max_prompt_length": 256}
+    divided = dataclasses.replace(config, matmul_kernel="mosaic_gpu", **sizes)
     divided = memory_report(divided, tensor_parallel=2, gpu=H200).memory
-    assert divided.rollout.prefill == 8192 * (4 * 4 * d + 2 * 3 * f // 2)
+    found = divided.rollout.prefill, divided.evaluation.prefill
+    assert found == tuple(tokens * (4 * 4 * d + 2 * 3 * f // 2) for tokens in (512, 8192))
 
 
 def test_an_update_works_in_the_memory_of_a_layer_or_of_the_head():
