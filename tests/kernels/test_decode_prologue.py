@@ -107,6 +107,16 @@ def test_without_clusters_of_16_each_cta_is_alone(gpu):
             assert found.warps * -(-of_cta // found.warps) * found.k_splits >= k_tiles
 
 
+def test_a_partial_more_costs_the_gemm():
+    """2048 features by ten CTAs: 0.30 us for partials, 0.28 to read 2048 × 32 of A, 0.13 for the sums of 8 warps; by
+    sixteen 0.48, 0.17, and 0.07 for 4 warps.
+    """
+    spec, gpu = config.PrologueSpec("plain", 1, 2048, (32,), partials=True), gpu_of("RTX 3090", 86, 82)
+    found = {each.k_splits: config.predicted_us(spec, each, gpu) for each in config.candidate_configs(spec, gpu)}
+    assert (found[10], found[16]) == pytest.approx((1.83 + 0.71, 1.83 + 0.72), abs=0.005)
+    assert config.best_config(spec, gpu).k_splits == 10
+
+
 @pytest.mark.parametrize(
     ("kind", "features", "ranks"),
     [
