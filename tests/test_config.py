@@ -283,7 +283,9 @@ def test_a_flag_replaces_what_depends_on_the_files_own_setting(tmp_path, file, a
 def test_recipes_by_name_and_by_path(tmp_path, monkeypatch):
     """A file first, then a bundled recipe; with neither, the nearest name."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()  # a run's, for one
     assert parse(["--config", "tiny"]) == load(assets.config_directory() / "tiny.yaml")
+    (tmp_path / "tiny").rmdir()
     (tmp_path / "tiny").write_text("model: mine\n")
     assert parse(["--config=tiny"]).model == "mine"
     with pytest.raises(

@@ -17,7 +17,7 @@ from helpers import assert_trees_equal, fp32_policy, logits_of, randomized, with
 from oracles import torch_qwen2
 
 from qerl_jax.checkpoint import safetensors as st
-from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.adapter import export_adapter, import_adapter
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.peft_config import adapter_config, norms_config, peft_config
 from qerl_jax.checkpoint.safetensors import CheckpointError
@@ -132,6 +132,8 @@ def test_export_and_import_are_inverse_bit_for_bit(micro_dir, tmp_path, lora):
     back = load_policy(micro_dir, dtype=jnp.float32, adapter=tmp_path / "a")
     assert_trees_equal((back.lora, back.norms), (policy.lora, policy.norms))
     assert back.lora_config == dataclasses.replace(lora, alpha=lora.effective_alpha)
+    again = import_adapter(back, tmp_path / "a")  # whose norms are no longer the checkpoint's
+    assert_trees_equal((again.lora, again.norms, again.base_norms), (back.lora, back.norms, back.base_norms))
     export_adapter(back, tmp_path / "b")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -173,10 +175,11 @@ def test_export_replaces_an_adapter_and_nothing_else(micro_dir, tmp_path):
 
 def test_an_adapter_that_is_not_finite_is_not_exported(micro_dir, tmp_path):
     policy = trained(micro_dir, CONFIGS[2])
-    lora = jax.tree.map(lambda leaf: leaf.at[0, 0].set(jnp.nan), policy.lora)
-    with pytest.raises(ValueError, match="holds a value that is not finite"):
-        export_adapter(policy.replace(lora=lora), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    for part in ("lora", "norms"):
+        broken = jax.tree.map(lambda leaf: leaf.at[..., 0].set(jnp.nan), getattr(policy, part))
+        with pytest.raises(ValueError, match="holds a value that is not finite"):
+            export_adapter(policy.replace(**{part: broken}), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_policy_without_adapters_and_norms_has_nothing_to_export(micro_dir, tmp_path):

@@ -50,8 +50,7 @@ def test_published_config(data, size):
 
 
 def test_every_eos_id_of_both_files(data):
-    folder = data / "qwen2.5_configs/Qwen2.5-32B-Instruct"
-    config = parse_config(read_json(folder / "config.json"), read_json(folder / "generation_config.json"), "x")
+    config = model_config(data / "qwen2.5_configs/Qwen2.5-32B-Instruct")
     assert set(config.eos_token_ids) == {151643, 151645} and len(config.eos_token_ids) == 2
     assert config.pad_token_id == 151643
     base = parse_config(read_json(data / "qwen2.5_configs/Qwen2.5-7B/config.json"), {}, "x")
@@ -186,9 +185,10 @@ def test_refusals_name_file_key_and_value(tmp_path, changes, named):
 def test_files_that_are_no_config(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         model_config(tmp_path)
-    for text in ("{", "[1]", "\x00"):
+    twice = json.dumps(MINIMAL)[:-1] + ', "vocab_size": 65}'
+    for text, why in (("{", ""), ("[1]", ""), ("\x00", ""), (twice, ".*the key 'vocab_size' is given twice")):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(CheckpointError, match=r"config\.json"):
+        with pytest.raises(CheckpointError, match=rf"config\.json{why}"):
             model_config(tmp_path)
 
 

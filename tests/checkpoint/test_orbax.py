@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -109,9 +110,12 @@ def test_the_way_on_from_a_damaged_checkpoint_is_the_newest_before_it(state, sav
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     damaged = tmp_path / "checkpoints" / "3"
     shutil.copytree(tmp_path / "checkpoints" / "2", damaged)
-    (damaged / MANIFEST_FILE).write_text("{")
-    with pytest.raises(CheckpointError, match=f"delete {damaged} to resume from step 2$"):
-        Checkpointer(tmp_path, 3).restore(state)
+    manifest = json.loads((damaged / MANIFEST_FILE).read_text())
+    lacking = [{key: value for key, value in manifest.items() if key != part} for part in manifest]
+    for text in ("{", *map(json.dumps, (*lacking, manifest | {"inputs": []}))):
+        (damaged / MANIFEST_FILE).write_text(text)
+        with pytest.raises(CheckpointError, match=f"delete {damaged} to resume from step 2$"):
+            Checkpointer(tmp_path, 3).restore(state)
 
 
 @pytest.mark.parametrize(

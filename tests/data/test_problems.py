@@ -107,6 +107,7 @@ def test_directories(tmp_path):
     [
         (b'{"question": "a", "answer": "1"}\n\n{"question": ', r"data\.jsonl, line 3 is not JSON: [^:]*, column 14$"),
         (b'{"question": "a", "answer": "1"}\n{"question": "\xff"}', r"data\.jsonl, line 2 is not UTF-8"),
+        (b'{"question": "a", "answer": "1", "answer": "2"}', r"line 1 is not JSON: the key 'answer' is given twice"),
         (b'{"question": "a", "answer": "1"}\n[1, 2]', r"data\.jsonl, line 2 is a list, expected an object"),
         (b"[" * 100_000, r"data\.jsonl, line 1 is not JSON"),
         (b'{"question": "a", "answer": ' + b"9" * 5000 + b"}", r"data\.jsonl, line 1 is not JSON"),
@@ -327,15 +328,20 @@ def test_only_wanted_columns_of_a_parquet_file_are_read(tmp_path):
     assert list(source.records) == [("row 1", {"question": "q"})]
 
 
-def test_a_float32_gold_is_the_decimal_that_was_written(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    answers = pyarrow.array([2.55, 0.1, 3.0], pyarrow.float32())
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["p", "q", "r"], "answer": answers}), tmp_path / "a.parquet")
+def test_a_float32_value_is_the_decimal_that_was_written(tmp_path):
+    """And a missing one is none, for a reward as for a gold answer."""
+    columns = {
+        "question": ["p", "q", "r", "s"],
+        "answer": pyarrow.array([2.55, 0.1, 3.0, 4.0], pyarrow.float32()),
+        "level": pyarrow.array([0.3, 0.0, 1.7, None], pyarrow.float32()),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     memory = datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"), cache_dir=str(tmp_path))
     for name in str(tmp_path / "a.parquet"), Given("train_dataset", memory):
-        assert [problem.answer for problem in load_dataset(name, "train").problems] == ["2.55", "0.1", "3"]
+        dataset = load_dataset(name, "train", reward_columns=["level"])
+        found = [(problem.answer, problem.extra["level"]) for problem in dataset.problems]
+        assert found == [("2.55", 0.3), ("0.1", 0.0), ("3", 1.7)]
+        assert "left out 1 of 4 records: 1 × no 'level' (first: " in dataset.notes[0]
 
 
 def test_records_in_memory():

@@ -20,7 +20,9 @@ from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.evaluation import Evaluation, evaluate, harness
+from qerl_jax.evaluation.grading import CORRECT, NO_GOLD, WRONG
 from qerl_jax.evaluation.statistics import Estimate
+from qerl_jax.evaluation.summary import Item, summarize
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import EvaluationResults
 from qerl_jax.rewards.outcomes import Crashed, TimedOut, Unparsed
@@ -159,16 +161,17 @@ def test_what_counts_as_correct_is_a_reward_above_zero(written):
 
 def test_a_gold_answer_that_cannot_be_read_counts_in_no_figure(written):
     """Problem 2, the only one with three correct completions: left out and listed, not wrong."""
-    evaluated, calls = written
+    evaluated, _ = written
     problems = [Problem(7 + i, f"What is {i}?", "" if i == 2 else str(10 + i)) for i in range(4)]
     result = evaluated(problems, Sampling(9, num_generations=3))
     assert (result.ungraded, result.problems) == ((9,), 3)
     assert result.accuracy == pytest.approx(2 / 9) and result.pass_at_k == pytest.approx(2 / 3)
-    assert result.format == pytest.approx(6 / 9)
     assert "1 problems are left out: their gold answers cannot be read (ids 9)" in result.table()
     assert "1 more have an unreadable gold answer" in result.describe()
-    *_, lengths = calls[0]
-    assert result.mean_length == pytest.approx(np.delete(np.reshape(lengths, (4, 3)), 2, axis=0).mean())
+    read = Item(3, "?", "1", ["1", "2"], ["1", "2"], [CORRECT, WRONG], [5, 6], ["eos", "length"], 0, False)
+    form = "<think></think><answer>1</answer>"
+    unread = Item(9, "?", "", [form, form], ["1", "1"], [NO_GOLD] * 2, [70, 80], ["length", "failed"], 0, True)
+    assert summarize([unread, read]) == dataclasses.replace(summarize([read]), ungraded=(9,))
     with pytest.raises(ValueError, match="none of 4 gold answers can be read; the first is ''"):
         evaluated([Problem(i, "What?", "") for i in range(4)], Sampling(9, num_generations=3))
 
