@@ -212,7 +212,11 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             {"eval_num_generations": 4, "eval_batch_size": 16, "num_generations": 8},
             "",
         ),
-        ("dataset_name: open-r1/Big-Math-RL-Verified-Processed", {"dataset": ("bigmath",)}, ""),
+        (  # it has no split for tests
+            "dataset_name: open-r1/Big-Math-RL-Verified-Processed\neval_strategy: steps",
+            {"dataset": ("bigmath",), "eval_dataset": None},
+            "eval_strategy 'steps': name eval_dataset",
+        ),
         ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps 10: warmup_ratio is 10 / number of updates"),
         ("warmup_steps: 7\nmax_steps: 25", {"warmup_ratio": math.nextafter(0.28, 0)}, ""),  # 0.28 · 25 is above 7
         ("warmup_steps: 3\nmax_steps: 3", {"max_steps": 3, "warmup_ratio": 0.1}, "warmup_steps 3: warmup_ratio is 3 /"),

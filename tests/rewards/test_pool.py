@@ -51,8 +51,11 @@ def act(prompts, completions, answer, **columns):
     return values
 
 def wait(completions, **columns):
-    time.sleep(float(completions[0]))
+    sleep(completions[0])
     return [1.0] * len(completions)
+
+def sleep(text):
+    time.sleep(float(text))
 
 def pid(completions, **columns):
     return [float(os.getpid())] * len(completions)
@@ -112,7 +115,7 @@ def test_each_failure_is_one_items(mine):
 
 
 def test_a_reward_that_raises_ends_the_run_with_its_words(mine):
-    """And the line of the reward's own file, also where a library of Python's raised it."""
+    """And the last line of the reward's own file, also where a library of Python's raised it."""
     (line,) = [n for n, text in enumerate(MINE.splitlines(), 1) if "KeyError" in text]
     with load_rewards((f"{mine}:act", f"{mine}:wait"), 2, 30.0) as rewards:
         with pytest.raises(RewardError, match=rf"mine.py:act' raised KeyError\('broken'\) in {mine}, line {line}$"):
