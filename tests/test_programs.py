@@ -62,6 +62,7 @@ def test_a_chain_of_calls_is_recorded_and_compiled_once(on_device):
         return keys, doubled(x @ weights) + numbers, number + 1.0
 
     def run(weights, key):
+        assert jax.eval_shape(lambda x: doubled(x=x), weights).shape == weights.shape  # in a trace of the caller's own
         state = start(key, count=4)
         for _ in range(3):
             state = step(weights, state, np.ones(8, np.float32))
