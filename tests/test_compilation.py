@@ -21,10 +21,11 @@ import numpy as np
 from qerl_jax.compilation import CompilationCounter, use_compilation_cache
 from qerl_jax.programs import Ahead, program
 print(use_compilation_cache(None))
-for _ in range(2):
-    with CompilationCounter() as counter, Ahead(2, print) as ahead:
+for more in [], [program(lambda x: x * 3)]:
+    with CompilationCounter() as counter, Ahead(1, print) as ahead:
         function = program(lambda x: x + 2)
-        ahead.submit(function, np.ones(3))
+        for each in function, *more:
+            ahead.submit(each, np.ones(3))
         while not ahead.seconds:
             function(np.ones(3))
     print(counter.take())
@@ -33,7 +34,7 @@ for _ in range(2):
 
 def test_programs_are_kept_in_the_users_cache_folder(tmp_path):
     """A program that takes milliseconds to compile is kept, too; another function of the same text loads it, as another
-    process does, and the run says so.
+    process does, and the run says so, also where the same thread then compiles a new one.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XDG_"))}
     environment |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
@@ -41,9 +42,10 @@ def test_programs_are_kept_in_the_users_cache_folder(tmp_path):
     where, *told = ran.stdout.splitlines()
     folder = tmp_path / "qerl-jax" / "compiled"
     assert where == f"compiled programs are kept in {folder} (compilation_cache_dir)"
-    assert told[0].startswith("compiled 1 programs in") and told[1] == told[3] == "['jit(<lambda>)']"
-    assert told[2].startswith("compiled 0 programs and loaded 1 from the cache in")
-    assert len(list(folder.glob("jit__lambda*-cache"))) == 1
+    assert told[0].startswith("compiled 1 programs in") and told[1] == "['jit(<lambda>)']"
+    assert told[2].startswith("compiled 1 programs and loaded 1 from the cache in")
+    assert told[3] == "['jit(<lambda>)', 'jit(<lambda>)']"
+    assert len(list(folder.glob("jit__lambda*-cache"))) == 2
 
 
 SETTINGS = ("compilation_cache_dir", "enable_compilation_cache", "persistent_cache_min_compile_time_secs")
