@@ -54,6 +54,9 @@ def running(install_stand_in, base, policy, tmp_path_factory):
     """(An engine, what it has been asked): one for most tests, because a process of its own starts for seconds."""
     with pytest.MonkeyPatch.context() as patch:
         asked = install_stand_in(patch, tmp_path_factory.mktemp("running") / "stand-in")
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # whose log-probabilities are others
+        patch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+        patch.delenv("NCCL_SOCKET_IFNAME", raising=False)
         engine = begin(base, policy)
     yield engine, asked
     engine.close()
@@ -85,6 +88,7 @@ def test_a_rollout_is_that_of_the_noisy_adapted_policy(running, policy, base):
     assert begun["model"] == str(base) and begun["logprobs_mode"] == "processed_logprobs"
     assert (begun["max_model_len"], begun["max_num_seqs"], begun["gpu_memory_utilization"]) == (10, 6, 0.4)
     assert begun["enable_lora"] and begun["max_lora_rank"] == 8 and not begun["enable_prefix_caching"]
+    assert asked("environment")[0]["values"] == ["0", "eth7", "lo"]  # ours, the user's, and ours where none is set
 
     assert rollout.tokens.shape == (6, 4 + 6) and rollout.entropies is None
     assert rollout.prompt_index.tolist() == [0, 0, 1, 1, 2, 2]

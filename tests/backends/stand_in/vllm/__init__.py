@@ -20,6 +20,8 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 __version__ = "0.22.1"
 
+VARIABLES = ("VLLM_USE_V2_MODEL_RUNNER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
 
 def note(**entry):
     with Path(__file__).parents[1].joinpath("asked.jsonl").open("a") as file:
@@ -99,6 +101,7 @@ class LLM:
     def __init__(self, model, *, load_format="auto", enable_lora=False, **options):
         from qerl_jax.checkpoint.hf_config import model_config
 
+        note(event="environment", values=[os.environ.get(name) for name in VARIABLES])
         note(event="start", model=model, load_format=load_format, enable_lora=enable_lora, **options)
         fault = Path(model) / "fault"
         self.fault = fault.read_text() if fault.exists() else ""
