@@ -1,12 +1,12 @@
-"""TensorBoard by reading its file back; W&B by a stand-in that records what it is told, in a process of its own."""
+"""TensorBoard by reading its file back; W&B by a stand-in that records what it is told."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import importlib
+import io
 import math
-import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.reporting import sinks
+from qerl_jax.reporting.console import RunConsole
 
 STAND_IN = """
 calls, fault = [], None
@@ -46,48 +47,6 @@ def init(**arguments):
     return Run()
 """
 DAMAGED = ["{}", "[]", '{"id": null}', "{", "1"]
-PROGRAM = """
-import contextlib, io, json, math, sys
-from pathlib import Path
-import wandb
-from rich.console import Console
-from qerl_jax.config import Config
-from qerl_jax.reporting import sinks
-from qerl_jax.reporting.console import RunConsole
-
-def error_of(call, *given):
-    try:
-        call(*given)
-    except ValueError as error:
-        return str(error)
-
-console, place, told = Console(quiet=True), Path(sys.argv[1]), {}
-config = Config(model="m", report_to=("wandb",), learning_rate=3e-5)
-sinks.check(config)
-curves = sinks.Sinks(config, place / "run-7", 0, console)
-curves.log(1, {"reward": 0.5, "kl": math.nan})
-curves.close()
-told["calls"] = wandb.calls.copy()
-sinks.Sinks(config, place / "run-7", 1, console)
-sinks.Sinks(config, place / "run-7", 0, console)
-told["later"] = [(given["id"], given["resume"]) for _, given in wandb.calls[-2:]]
-told["damaged"] = []
-for text in json.loads(sys.argv[2]):
-    (place / sinks.WANDB_FILE).write_text(text)
-    told["damaged"].append(error_of(sinks.Sinks, config, place, 1, console))
-wandb.fault = "login"
-told["login"] = error_of(sinks.check, config)
-wandb.fault = "init"
-told["init"] = error_of(sinks.Sinks, config, place, 0, console)
-wandb.fault = "log"
-with contextlib.redirect_stdout(io.StringIO()) as said:
-    curves = sinks.Sinks(Config(model="m", report_to=("tensorboard", "wandb")), place, 0, RunConsole())
-    for step in (1, 2):
-        curves.log(step, {"reward": 0.5})
-    curves.close()
-told["log"] = said.getvalue()
-print(json.dumps(told, default=str))
-"""
 CONSOLE = Console(quiet=True)
 
 
@@ -96,29 +55,59 @@ def place(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("wandb")
 
 
+def error_of(call, *given) -> str:
+    with pytest.raises(ConfigError) as error:
+        call(*given)
+    return str(error.value)
+
+
 @pytest.fixture(scope="module")
 def told(place) -> dict:
-    """What W&B is told, and what is said of its failures, in a process that finds the stand-in in its place."""
+    """What W&B is told, and what is said of its failures; the stand-in is in its place."""
     (place / "wandb.py").write_text(STAND_IN)
-    path = os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", PROGRAM, str(place), json.dumps(DAMAGED)]
-    environment = os.environ | {"PYTHONPATH": path, "WANDB_PROJECT": "mine"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(place))
+        patch.setitem(sys.modules, "wandb", None)  # to be undone
+        del sys.modules["wandb"]
+        wandb = importlib.import_module("wandb")
+        patch.setenv("WANDB_PROJECT", "mine")
+        config = Config(model="m", report_to=("wandb",), learning_rate=3e-5)
+        sinks.check(config)
+        curves = sinks.Sinks(config, place / "run-7", 0, CONSOLE)
+        curves.log(1, {"reward": 0.5, "kl": math.nan})
+        curves.close()
+        found = {"calls": wandb.calls.copy()}
+        for step in (1, 0):
+            sinks.Sinks(config, place / "run-7", step, CONSOLE)
+        found["later"] = [(given["id"], given["resume"]) for _, given in wandb.calls[-2:]]
+        found["damaged"] = []
+        for text in DAMAGED:
+            (place / sinks.WANDB_FILE).write_text(text)
+            found["damaged"].append(error_of(sinks.Sinks, config, place, 1, CONSOLE))
+        wandb.fault = "login"
+        found["login"] = error_of(sinks.check, config)
+        wandb.fault = "init"
+        found["init"] = error_of(sinks.Sinks, config, place, 0, CONSOLE)
+        wandb.fault = "log"
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            curves = sinks.Sinks(Config(model="m", report_to=("tensorboard", "wandb")), place, 0, RunConsole())
+            for step in (1, 2):
+                curves.log(step, {"reward": 0.5})
+            curves.close()
+    return found | {"log": said.getvalue()}
 
 
 def test_wandb_is_told_config_steps_and_end(told, place):
     login, (_, start), *rest = told["calls"]
-    assert login == ["login", True]  # before anything of the run is touched
+    assert login == ("login", True)  # before anything of the run is touched
     assert (start["project"], start["name"], start["dir"]) == ("mine", "run-7", str(place / "run-7"))
     assert start["config"]["learning_rate"] == 3e-5 and start["id"] is start["resume"] is None
-    assert rest == [["log", 1, {"reward": 0.5}], ["finish"]]
+    assert rest == [("log", 1, {"reward": 0.5}), ("finish",)]
 
 
 def test_a_resumed_run_continues_the_same_curve(told):
     """One that was killed before its first checkpoint begins another."""
-    assert told["later"] == [["abc123", "allow"], [None, None]]
+    assert told["later"] == [("abc123", "allow"), (None, None)]
 
 
 def test_wandb_that_does_not_know_the_user_or_does_not_start_is_one_line(told):
