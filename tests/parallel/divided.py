@@ -51,6 +51,7 @@ from qerl_jax.train import train
 
 DEVICES, RANK, ROWS = 2, 4, 22
 PROMPTS, SAMPLING = [[5, 6, 7, 8], [9, 10, 11], [3]], Sampling(10, num_generations=3)
+ENGINE = Engine(slots=4, chunk=4)  # so that some slots are filled again
 KEY = keys.for_step(0, keys.Purpose.SAMPLE, 0)
 MODEL = Path(sys.argv[1])
 COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-[a-z]+)(?:-start)?\(")
@@ -117,9 +118,8 @@ def packed(part: Any) -> Any:
 
 
 def completions() -> dict[str, Any]:
-    """Of four slots, so that some are filled again."""
     one, two = policies()
-    rollouts = [generate(policy, PROMPTS, SAMPLING, KEY, Engine(slots=4, chunk=4)) for policy in (one, two)]
+    rollouts = [generate(policy, PROMPTS, SAMPLING, KEY, ENGINE) for policy in (one, two)]
     logprobs = [
         token_logprobs(policy, rollout.tokens, rollout.attention_mask)
         for policy, rollout in zip((one, two), rollouts, strict=True)
@@ -134,7 +134,8 @@ def completions() -> dict[str, Any]:
 
 
 def update() -> dict[str, Any]:
-    """Two updates of several micro-batches with KL, capped weights and trained norms; the first layer recomputes."""
+    """Two updates of several micro-batches with KL, capped weights and trained norms; the first layer recomputes,
+    where it is divided."""
     config = make_config(
         batch_size=ROWS,
         num_iterations=2,
@@ -146,11 +147,11 @@ def update() -> dict[str, Any]:
     )
     one, two = policies()
     batch, after = make_batch(one.config.vocab_size, 0, ROWS), []
-    for policy in (one, two):
+    for policy, recomputed in ((one, 0), (two, 1)):
         state = init_state(policy, config)
         plan = make_update_plan(state, policy.frozen, longest=LENGTH)
         pack = dataclasses.replace(plan.pack, suffixes=5, prefixes=5)
-        plan = dataclasses.replace(plan, pack=pack, recomputed=1)
+        plan = dataclasses.replace(plan, pack=pack, recomputed=recomputed)
         after.append(grpo_step(state, policy.frozen, batch, plan))
     (first, metrics), (second, own) = after
     divided = whole_of(second)
@@ -178,7 +179,7 @@ def restored(state: Any, *others: Any) -> float:
 
 def collectives(policy: Policy, state: Any, batch: Any, plan: Any) -> dict[str, list[str]]:
     """Program of a rollout or an update -> the kinds of its collectives."""
-    recorded = record(rehearse, policy, len(PROMPTS), 4, SAMPLING, KEY)
+    recorded = record(rehearse, policy, len(PROMPTS), 4, SAMPLING, KEY, ENGINE)
     recorded += record(grpo_step, state, policy.frozen, batch, plan)
     found = {}
     for each in recorded:
