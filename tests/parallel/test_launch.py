@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from qerl_jax.parallel import Replicas
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.run.devices import usable_bytes, use_device_memory
 
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 STEPS = 4
 REWARD = """
 import time
@@ -313,23 +315,25 @@ def write_configs(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """`one`: a run of one process. `two`: the same run of two, of which the second is killed after some steps."""
     root = tmp_path_factory.mktemp("launch")
     write_configs(root)
-    assert train.main(["--config", str(root / "one.yaml")]) == 0
     return root
 
 
 @pytest.fixture(scope="module")
 def killed(place):
-    """(exit code, output, seconds from the kill to the end) of the run of two."""
-    with runs.start(place / "two.yaml", "--devices", "2") as process:
+    """(exit code, output, seconds from the kill to the end) of the run of two, whose second process is killed after
+    some steps. The run of one is run meanwhile: this end is seconds of waiting.
+    """
+    with runs.start(place / "two.yaml", "--devices", "2") as process, ThreadPoolExecutor(1) as pool:
         runs.wait_for_step(place / "two", 2, process)
         began, replicas = time.monotonic(), processes_of(process.pid)
         assert sorted(replicas) == [0, 1]
         os.kill(replicas[1], signal.SIGKILL)
-        output, _ = process.communicate(timeout=100)
-    return process.returncode, output, time.monotonic() - began
+        end = pool.submit(lambda: (process.communicate(timeout=100)[0], time.monotonic() - began))
+        assert train.main(["--config", str(place / "one.yaml")]) == 0
+        output, seconds = end.result()
+    return process.returncode, output, seconds
 
 
 def assert_same_records(one: Path, other: Path, steps: int) -> None:
