@@ -124,6 +124,7 @@ def test_the_way_on_from_a_damaged_checkpoint_is_the_newest_before_it(state, sav
 def test_a_torn_checkpoint_is_refused_in_one_line_or_restored_as_saved(state, saved, tmp_path, damage, capfd):
     """Each file in turn. Without its manifest the checkpoint is incomplete: the one before it counts."""
     newest, refused = tmp_path / "checkpoints" / "2", 0
+    states = {step: at(state, step) for step in (1, 2)}
     files = [path.relative_to(saved) for path in (saved / "checkpoints" / "2").rglob("*") if path.is_file()]
     for file in files:
         shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
@@ -136,12 +137,13 @@ def test_a_torn_checkpoint_is_refused_in_one_line_or_restored_as_saved(state, sa
         expected = 1 if damage == "removed" and file.name == MANIFEST_FILE else 2
         assert checkpoints.incomplete_steps() == ([] if expected == 2 else [2])
         try:
-            assert_same(checkpoints.restore(state), at(state, expected))
+            assert_same(checkpoints.restore(state), states[expected])
         except CheckpointError as error:
             refused += 1
             assert str(newest) in str(error) and "\n" not in str(error)
             assert f"delete {newest} to resume from step 1" in str(error)
-            assert_same(checkpoints.restore(state, step=1), at(state, 1))
+            if refused == 1:
+                assert_same(checkpoints.restore(state, step=1), states[1])
     assert refused >= 3  # orbax does not read all of its files
     output = capfd.readouterr()
     assert "Traceback" not in output.err + output.out
