@@ -127,6 +127,16 @@ def nothing_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ahead, "submit", lambda *_: None)
 
 
+@pytest.fixture(scope="module")
+def nothing_drawn() -> Iterator[None]:
+    """No run draws its plots when it ends, which takes 0.8 s."""
+    from qerl_jax.run import lifecycle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lifecycle, "write_plots", lambda *_: [])
+        yield
+
+
 @pytest.fixture
 def tool() -> Callable[[str], types.ModuleType]:
     """Imports a program of `tools`."""

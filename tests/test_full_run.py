@@ -25,6 +25,7 @@ from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.dry_run import show_dry_run
 
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 FULL = {"weight_format": "full", "lora_rank": 0, "sigma_start": 1e-3}
 
 
