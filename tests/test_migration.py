@@ -197,7 +197,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         (
             "lora_r: 8",
             {"system_prompt": "", "importance_sampling_cap": None},
-            "a system message: the prompts go through",
+            "a system message of this program: a prompt",
         ),
         ("dataset_name: a/b\nreward_funcs: accuracy_reward", {"answer_column": "solution"}, "dataset_name 'a/b': name"),
         ("use_peft: true\nload_in_4bit: true", {"weight_format": "nf4"}, ""),

@@ -99,7 +99,6 @@ OF_FUNCTIONS = {
     "make_update_plan": {"device_bytes": None, "longest": None, "replicas": 1, "gpu": None},
     "policy_logits": {"attention_mask": None},
     "quantize_checkpoint": {"weight_format": "nvfp4", "overwrite": False, "progress": "<lambda>", "ignore": ()},
-    "stream": {"engine": None, "limits": None},
     "token_logprobs": {"attention_mask": None, "temperature": 1.0, "chunk": 1024},
     "Engine": {
         "slots": None, "memory_gb": None, "chunk": 8, "batch_invariant": False, "prompts": None, "free_bytes": None,

@@ -95,7 +95,8 @@ class Config:
     "think_answer", QeRL's <think> and <answer>. None: that of the dataset, "boxed" for mathematics, unless the
     model's chat template asks for a form."""
     system_prompt: str | None = None
-    """System message of every prompt, replacing any other. None: that of prompt_format, dataset or prompt; "": none."""
+    """System message of every prompt, replacing any other. None: that of prompt_format, the prompt or the dataset; "":
+    that of the prompt alone."""
     max_prompt_length: int | None = None
     """Longest prompt in tokens, chat template included. None: 512, at most what max_completion_length leaves of
     the model's positions."""

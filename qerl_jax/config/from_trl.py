@@ -145,7 +145,7 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         left_out += [
             "columns of rewards: reward_columns has the parameters of functions whose files were found; add by hand "
             "what others need, or take from **kwargs; `answer` is the column of answer_column",
-            "a system message: the prompts go through the chat template as they are; name one as system_prompt",
+            "a system message of this program: a prompt keeps its own",
         ]
     if evaluated != "no" and preset and "test" in PRESETS[preset].splits:
         fields["eval_dataset"] = preset

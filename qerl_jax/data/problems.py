@@ -100,7 +100,7 @@ def load_dataset(
       split: "train" or "test"; ignored for a single file.
       prompt_column, answer_column: columns of a file or directory without a preset; "" for no answers.
       reward_columns: further columns for the rewards, besides the preset's own.
-      system_prompt: replaces the dataset's own and that of a conversation; "" for none.
+      system_prompt: replaces the dataset's own and that of a conversation; "": none is added to a prompt.
       asks_itself: the model's chat template asks for an answer's form: the dataset's own system prompt is left out.
       limit: largest number of problems.
       first_id: id of the first record.
@@ -374,6 +374,7 @@ def _messages(value: list[Any], preset: Preset, system: str | None) -> tuple[tup
         messages.append((role, _legible(content, column)))
     if not messages or messages[-1][0] != "user":
         raise Unusable(f"{column!r} does not end with a user's message")
-    own = messages.pop(0)[1] if messages[0][0] == "system" else preset.system_prompt
-    system = own if system is None else system
+    added = preset.system_prompt if system is None else system
+    own = messages.pop(0)[1] if messages[0][0] == "system" else added
+    system = system or own
     return (("system", system), *messages) if system else tuple(messages)

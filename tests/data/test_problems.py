@@ -200,7 +200,7 @@ TURNS = tuple((turn["role"], turn["content"]) for turn in CHAT)
     [
         ("own", None, "own"),
         ("own", "other", "other"),
-        ("own", "", None),
+        ("own", "", "own"),
         (None, None, PROMPT_FORMATS["boxed"]),
         (None, "other", "other"),
         (None, "", None),
