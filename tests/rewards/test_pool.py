@@ -103,7 +103,7 @@ def test_each_failure_is_one_items(mine):
     """Every kind of failure in one batch; the other rows are graded, and the time limit is reported once."""
     told: list[str] = []
     texts = ["a", "hang", "bb", "exit", "segfault", "ccc", "stop", "memory", "exit", "spin", "dddd"]
-    with load_rewards((f"{mine}:act",), 2, 1.5, told.append) as rewards:
+    with load_rewards((f"{mine}:act",), 2, 0.8, told.append) as rewards:
         reward = rewards[f"{mine}:act"]
         totals, parts = functions.score({"mine": reward}, (1.0,), list("0123456789a"), texts, [""] * 11)
         graded = {"a": 1, "bb": 2, "ccc": 3, "dddd": 4}
@@ -203,7 +203,7 @@ def test_a_reward_that_does_not_load_leaves_no_process_behind(tmp_path):
 
 def test_a_worker_that_stopped_while_idle_costs_no_item(mine):
     """Though its tasks fill its pipe."""
-    pool = WorkerPool([f"{mine}:pid"], 1, 1.0, start_seconds=5.0)
+    pool = WorkerPool([f"{mine}:pid"], 1, 0.5, start_seconds=2.5)
     (pid,) = pids_of(pool, f"{mine}:pid", text="x" * 800_000)
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
