@@ -17,6 +17,7 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.train import main, train
 
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 EVALUATE = [
     *("--dataset", "arithmetic", "--samples", "4", "--batch-size", "8"),
     *("--max-prompt-length", "120", "--max-completion-length", "12"),
