@@ -45,9 +45,9 @@ def cut(path: str, size: int) -> Callable[[Path], None]:
 
 
 def smaller_embedding(model: Path) -> None:
-    small.change_json(model / "config.json", vocab_size=500)
+    small.change_json(model / "config.json", vocab_size=511)
     small.change_tensors(
-        model, lambda all_: all_.update({name: all_[name][:500] for name in (names.EMBED, names.LM_HEAD)})
+        model, lambda all_: all_.update({name: all_[name][:511] for name in (names.EMBED, names.LM_HEAD)})
     )
 
 
@@ -68,7 +68,7 @@ MODELS: dict[str, tuple[Callable, Callable[[Path], object], str]] = {
     "tokenizer larger than the embedding": (
         small.nvfp4,
         smaller_embedding,
-        "MODEL: the tokenizer's ids reach 511, but the embedding has vocab_size 500 rows",
+        "MODEL: the tokenizer's ids reach 511, but the embedding has vocab_size 511 rows",
     ),
     "a head beside a tied embedding": (
         functools.partial(small.bf16, shards=1, tie_word_embeddings=True),

@@ -120,6 +120,12 @@ def test_arrays_are_committed_where_some_are():
     [same, placed, nothing] = found["b"]
     assert same is fixed and placed.sharding == fixed.sharding and placed.shape == (2,) and nothing is None
 
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    parts = [jax.device_put(jnp.ones(2), NamedSharding(mesh, spec)) for spec in (PartitionSpec("x"), PartitionSpec())]
+    assert settled([*parts, tree["a"]])[2].sharding == parts[1].sharding  # whole on each device
+    several = [*parts, fixed, tree["a"]]
+    assert settled(several) is several
+
     def traced(leaf):
         assert settled([leaf, fixed])[0] is leaf
         return leaf

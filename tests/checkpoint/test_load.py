@@ -221,6 +221,14 @@ def test_defects_of_a_plain_checkpoint(micro_dir, tmp_path, change, named):
     assert_refused(folder, named)
 
 
+def test_a_value_beyond_bf16_is_refused_in_bf16_alone(micro_dir, tmp_path):
+    folder = rewritten(micro_dir, tmp_path / "large", _poison(f"{Q}.weight", (3, 4), 3.4e38))
+    fp32_policy(folder)
+    words = rf"{st.SINGLE_FILE}: '{Q}.weight' holds a value of magnitude 3.4e\+38, which bfloat16 cannot hold"
+    with pytest.raises(CheckpointError, match=words):
+        load_policy(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

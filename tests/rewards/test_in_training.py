@@ -98,7 +98,8 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     async def half(completions, **_):
         return [0.5] * len(completions)
 
-    questions = [[{"role": "user", "content": f"Tom has {n} apples. How many?"}] for n in (3, 4, 5, 6)]
+    talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
+    questions = [[*talk, {"role": "user", "content": f"Tom has {n} apples. How many?"}] for n in (3, 4, 5, 6)]
     records = datasets.Dataset.from_dict(
         {"prompt": questions, "answer": list("3456"), "solution": [[n] for n in range(4)], "unused": list("abcd")}
     )

@@ -130,9 +130,11 @@ print(born)
     "program", ["while True: pass", "import time; time.sleep(1000)", "input()\nwhile True: print('x' * 10**6)"]
 )
 def test_what_does_not_end_is_ended(program):
-    started = time.monotonic()
+    """And nothing of it stays open: a run has thousands of programs."""
+    started, descriptors = time.monotonic(), sorted(os.listdir("/proc/self/fd"))
     result = sandbox.run(program, "go", 1.0)
     assert not result.ok and time.monotonic() - started < 15
+    assert sorted(os.listdir("/proc/self/fd")) == descriptors
     assert len(result.output) <= sandbox.FILE_BYTES
     assert result.timed_out or result.output  # the printing one is stopped by the size of a file
 

@@ -142,31 +142,43 @@ sys.exit(program.main())
     assert run.stderr.strip().endswith("error: 0.94"), run.stderr
 
 
-def test_a_gpu_is_described_by_its_own_attributes():
+@pytest.mark.parametrize(("platforms", "count"), [(None, 2), ("cpu,cuda", 2), ("cpu", 0)])
+def test_each_gpu_is_described_by_its_own_attributes(tmp_path, monkeypatch, platforms, count):
     """CUDA's attributes 75 and 76, 16, 97: compute capability, SMs, bytes of shared memory that a block may ask for."""
-    own = {75: 8, 76: 9, 16: 128, 97: 101376}
+    own = {10: {75: 9, 76: 0, 16: 132, 97: 232448}, 11: {75: 8, 76: 9, 16: 128, 97: 101376}}
 
     class Driver:
         """Devices have handles 10 and 11; each function writes through the pointer that it is given."""
+
+        def cuInit(self, flags):
+            return flags
+
+        def cuDeviceGetCount(self, count):
+            count._obj.value = 2
+            return 0
 
         def cuDeviceGet(self, device, ordinal):
             device._obj.value = 10 + ordinal
             return 0
 
         def cuDeviceTotalMem_v2(self, memory, device):
-            memory._obj.value = {11: 25_000_000_000}[device.value]
+            memory._obj.value = {10: 150_000_000_000, 11: 25_000_000_000}[device.value]
             return 0
 
         def cuDeviceGetName(self, name, size, device):
-            name.value = {11: b"NVIDIA RTX"}[device.value]
+            name.value = {10: b"NVIDIA X", 11: b"NVIDIA RTX"}[device.value]
             return 0 if size == 256 else 1
 
         def cuDeviceGetAttribute(self, value, number, device):
-            value._obj.value = own[number]
-            return 0 if device.value == 11 else 101
+            value._obj.value = own[device.value][number]
+            return 0
 
-    wanted = Gpu("NVIDIA RTX", 89, 128, 101376)
-    assert driver._described(Driver(), 1) == driver.Described(wanted, 25_000_000_000)
+    (tmp_path / "xla_cuda13").mkdir()
+    monkeypatch.setitem(sys.modules, "jax_plugins", SimpleNamespace(__path__=[str(tmp_path)]))
+    monkeypatch.setattr(driver.ctypes, "CDLL", {"libcuda.so.1": Driver()}.get)
+    monkeypatch.setattr(driver, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms=platforms)))
+    first = driver.Described(Gpu("NVIDIA X", 90, 132, 232448), 150_000_000_000)
+    assert driver.gpus() == [first, driver.Described(Gpu("NVIDIA RTX", 89, 128, 101376), 25_000_000_000)][:count]
 
 
 @pytest.mark.gpu
