@@ -141,9 +141,10 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     ):
         with pytest.raises(ConfigError, match=words):
             train.train(again, **(given | changes))
-    words = "was begun by train.* in Python with train_dataset, longer, half: call it again with the same"
+    words = "was begun by train.* in Python with train_dataset, eval_dataset, longer, half: call it again with the same"
     with pytest.raises(ConfigError, match=words):
-        train.parse(["--config", str(tmp_path / "run/config.yaml"), "--resume", "auto"])
+        resumed = ["--config", str(tmp_path / "run/config.yaml"), "--resume", "auto"]
+        train.parse([*resumed, "--eval-dataset", "eval_dataset"])
     assert int(state.step) == 1
 
 
