@@ -258,15 +258,18 @@ def test_a_call_waits_for_its_own_program_only():
 
     lines = []
     with CompilationCounter() as counter, Ahead(2, lines.append) as ahead:
+        began = time.perf_counter()
         ahead.submit(quick, np.ones(3))
         ahead.submit(slow, np.ones(3))
         assert quick(np.ones(3)).tolist() == [2, 2, 2] and lines == []
         before = ahead.waited = 10.0  # of earlier calls
         threading.Timer(0.3, may_trace.set).start()
+        until_called = time.perf_counter() - began
         assert slow(np.ones(3)).tolist() == [3, 3, 3]
-        assert ahead.waited - before > 0.2
+        assert (waited := ahead.waited - before) > 0.2
         while not lines:
             assert quick(np.ones(3)).tolist() == [2, 2, 2]
+        assert ahead.seconds > until_called + waited
         waited = ahead.waited
         assert quick(np.ones(4)).tolist() == [2] * 4 and ahead.waited == waited  # no longer asked
         assert sorted(counter.take()) == ["jit(quick)", "jit(quick)", "jit(slow)"]
