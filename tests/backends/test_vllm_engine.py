@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -208,6 +209,19 @@ def test_failures_are_told(fault, words, stand_in, base, policy, tmp_path):
         if fault == "dies":
             engine.sample(PROMPTS, SAMPLING, KEY)
         engine.set_weights(Weights.of_policy(randomized(policy, seed=7)))
+
+
+def test_a_worker_that_does_not_start_leaves_neither_process_nor_files(monkeypatch, policy):
+    engines = []
+
+    def fails(engine, *_):
+        engines.append(engine)
+        raise VllmError("no memory left")
+
+    monkeypatch.setattr(VllmEngine, "_ask", fails)
+    with pytest.raises(VllmError, match="no memory left"):
+        VllmEngine({"model": "m"}, policy.config)
+    assert engines[0]._process.returncode == -signal.SIGKILL and not engines[0].directory.exists()
 
 
 def test_a_failure_ends_with_the_newest_lines_of_the_log(tmp_path):
