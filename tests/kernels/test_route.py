@@ -213,6 +213,16 @@ def test_partials_are_reduced(calls, widths, ranks):
         product(x, parts[:, :, 8:])
 
 
+@pytest.mark.parametrize("here", [(H200, dataclasses.replace(FEW, m=64, config=PLAIN))], indirect=True)
+def test_rows_beyond_a_tile_take_their_own_partials(calls):
+    x, weight, loras = draw(20, (512,), (32,))
+    halves = [x[:, part].astype(jnp.float32) @ loras[0].a[part].astype(jnp.float32) for part in np.s_[:200, 200:]]
+    product = lambda x, t, **more: matmul(x, opaque(weight), None, loras, lora_x=t, **more)  # noqa: E731
+    parts = jnp.stack(halves)
+    near(compiled(product, x, parts), compiled(functools.partial(product, implementation="xla"), x, parts))
+    assert calls == [("few", rows, "parts") for rows in (8, 8, 4)]
+
+
 def test_gradients_need_lora_x(calls):
     x, weight, loras = draw(4, (512,), (16,), beside=False)
 
