@@ -43,6 +43,13 @@ def test_agrees_with_the_reference(weight):
     )
 
 
+def test_batch_invariant_rows_do_not_depend_on_the_others():
+    loras, x = adapters(512, (96,), 8), jax.random.normal(jax.random.key(0), (64, 512))
+    more = {"loras": loras, "batch_invariant": True, "implementation": "xla"}
+    product = jax.jit(functools.partial(nvfp4_matmul, weight=packing.pack(random_weight(96, 512, 0)), **more))
+    np.testing.assert_array_equal(product(x)[:3], product(x[:3]))
+
+
 def test_many_rows_are_multiplied_in_blocks():
     """Each row has its terms; how many rows there are at a time."""
     x, own = jnp.arange(48.0).reshape(12, 4), jnp.arange(36.0).reshape(12, 3)
