@@ -188,6 +188,8 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
         "  3.5 for an unreadable answer, 'I do not know.' (spy 0.25, other 6)",
     ]
     assert seen[1]["prompt_index"] == [0, 0, 1, 1] and seen[1]["answer"] == ["2"] * 4
+    limits = {"completion_lengths": 16, "max_completion_length": 1024, "overlong_buffer": 204, "reward_timeout": 20}
+    assert {name: seen[1][name] for name in limits} == {name: [limit] * 4 for name, limit in limits.items()}
     without_answer, _ = encode_problems([Problem(0, "1 + 1?", "")], tokenizer, "", 64)
     one = dict.fromkeys(paying, lambda **_: [1.0, 0.0])
     assert list(sample_lines(config, Rewards(**one), tokenizer, without_answer))[2:] == [
