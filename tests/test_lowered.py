@@ -36,7 +36,7 @@ def made(traced: list[str], name: str = "scaled"):
     def scaled(state, key, factor=2):
         traced.append(name)
         noise = jax.random.normal(key, state["x"].shape)
-        return {"x": jnp.sin(state["x"]) * factor + noise}, key, 1.0, None
+        return {"x": jnp.sin(state["x"]) * factor + noise}, key, state.get("number", 1.0), None
 
     scaled.__module__, scaled.__qualname__ = "qerl_jax.made", name
     return program(scaled, donate_argnums=0, static_argnames="factor")
@@ -50,12 +50,17 @@ def called(function, kept: LoweredPrograms | None, arguments: tuple = ARGUMENTS,
     return np.asarray(state["x"]), np.asarray(jax.random.key_data(key)), float(number), number.weak_type
 
 
-def test_a_later_process_traces_nothing_and_computes_the_same_bits(tmp_path, traced):
-    """Each call of `made` is a function that JAX has not seen before, as in another process."""
-    plain = called(made(traced), None)
+@pytest.mark.parametrize("number", [{}, {"number": 0.25}])
+def test_a_later_process_traces_nothing_and_computes_the_same_bits(tmp_path, traced, number):
+    """Each call of `made` is a function that JAX has not seen before, as in another process. Its number has weak type,
+    too, where it is an argument.
+    """
+    arguments = lambda: (ARGUMENTS[0] | jax.tree.map(jnp.asarray, number), ARGUMENTS[1])  # noqa: E731  # donated
+    plain = called(made(traced), None, arguments())
+    assert plain[-1]
     for first in (True, False):
         traced.clear()
-        results = called(made(traced), LoweredPrograms(tmp_path / "new" / "lowered", b"same"))
+        results = called(made(traced), LoweredPrograms(tmp_path / "new" / "lowered", b"same"), arguments())
         assert traced == ["scaled"] * first
         for ours, expected in zip(results, plain, strict=True):
             np.testing.assert_array_equal(ours, expected)

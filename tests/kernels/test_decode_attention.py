@@ -81,9 +81,9 @@ def test_one_key_gives_its_value_whatever_the_score():
 
 def test_scale():
     args = inputs(3, 1, 9, 9, 2, 1, 8, jnp.float32)
-    np.testing.assert_allclose(
-        decode_attention(**args, scale=0.7, implementation="xla"), exact(**args, scale=0.7), atol=2e-6
-    )
+    for batch_invariant in (False, True):
+        found = decode_attention(**args, scale=0.7, implementation="xla", batch_invariant=batch_invariant)
+        np.testing.assert_allclose(found, exact(**args, scale=0.7), atol=2e-6)
 
 
 def test_what_does_not_belong_together_is_refused():
