@@ -21,7 +21,7 @@ def run(body: Callable[[], int], interrupted: Callable[[], str] = lambda: "inter
 
     Args:
       body: all of it but the parsing of flags; returns an exit code.
-      interrupted: what to say after Ctrl-C.
+      interrupted: what to say after Ctrl-C, where the KeyboardInterrupt itself says nothing.
 
     A ValueError, OSError (a closed pipe or a full disk behind standard output among them) or lack of memory ends in one
     line on standard error and `FAILED`, Ctrl-C in `STOPPED`. What the terminal's encoding lacks is escaped.
@@ -32,8 +32,8 @@ def run(body: Callable[[], int], interrupted: Callable[[], str] = lambda: "inter
         code = body()
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        print(interrupted(), file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(str(error) or interrupted(), file=sys.stderr)
         return STOPPED
     except (ValueError, OSError) as error:
         said = " ".join(str(error).splitlines()) or repr(error)

@@ -46,6 +46,8 @@ def test_a_bug_is_no_message():
 def test_an_interrupt_says_what_is_left(capsys):
     code = command.run(raising(KeyboardInterrupt()), lambda: "interrupted; resume with\n  x")
     assert code == command.STOPPED and capsys.readouterr().err == "interrupted; resume with\n  x\n"
+    code = command.run(raising(KeyboardInterrupt("in the evaluation")))
+    assert code == command.STOPPED and capsys.readouterr().err == "in the evaluation\n"
 
 
 PRINTS = """

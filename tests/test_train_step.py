@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import signal
 import types
 from collections.abc import Callable
 
@@ -333,6 +334,10 @@ def test_the_end_of_a_run(step, tmp_path):
     recorder = Recorder(run, Checkpointer(tmp_path, 1), 9, 1000)
     recorder.curves = types.SimpleNamespace(log=lambda *arguments: curves.append(arguments), close=lambda: None)
     recorder.metrics.append(10, {"num_tokens": 2000, "reward": 0.5, "grad_norm": 0.0, "frac_reward_zero_std": 1.0})
+    stopped = dataclasses.replace(run, vllm=Sampler(lambda *_: signal.raise_signal(signal.SIGTERM)))
+    with pytest.raises(KeyboardInterrupt, match="the evaluation is not: make up for it with\n.*resume='auto'"):
+        lifecycle.finish_run(stopped, recorder, last)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     lifecycle.finish_run(run, recorder, last)
     assert "│ adapter, which no step trained │ adapter " in said.getvalue()
     report = (step.run.directory / "report.md").read_text()

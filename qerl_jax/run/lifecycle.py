@@ -42,6 +42,7 @@ from qerl_jax.run.fingerprints import PROMPTS_DATE, fingerprints
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.run.rehearsal import rehearse_evaluation, rehearse_evaluation_of_run
+from qerl_jax.run.signals import interrupting
 from qerl_jax.types import Policy, TrainState
 
 
@@ -69,8 +70,9 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     if checkpoints is None and step:
         state = Checkpointer(directory, keep=None, inputs=inputs).restore(state, step)
     recorder = Recorder(run, checkpoints, step, tokens)
-    if recorder.evaluations and step < config.num_rollouts:
-        recorder.evaluations.drop("after")  # of a run that was finished and now goes on
+    if recorder.evaluations and step < config.num_rollouts:  # of a run that was finished and now goes on
+        recorder.evaluations.drop("after")
+        (directory / REPORT_FILE).unlink(missing_ok=True)
     parameters = run.policy.config.parameter_count() / 1e6
     say(console, f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}")
     if step == 0 and run.hooks.sigma is None and (note := aqn.note(config, config.num_rollouts)):
@@ -119,7 +121,14 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
         export_trained(run.policy, state, directory / ADAPTER_DIR)
     if is_done and _lacks(run, recorder, "after"):
         say(console, "evaluating the trained policy on the same problems …")
-        _evaluate(run, recorder, state, "after")
+        try:
+            with interrupting():
+                _evaluate(run, recorder, state, "after")
+        except KeyboardInterrupt:
+            said = (
+                f"interrupted; the training is saved, the evaluation is not: make up for it with\n{run.resume_command}"
+            )
+            raise KeyboardInterrupt(said) from None
     if recorder.checkpoints is None:
         return
     recorder.curves.close()

@@ -1,11 +1,27 @@
-"""Graceful stop: the first SIGINT, SIGTERM or SIGHUP is a request, the second has its default effect."""
+"""Graceful stop: the first SIGINT, SIGTERM or SIGHUP is a request, the second has its default effect. After the last
+step the first one interrupts the evaluation.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any, Self
+
+
+@contextlib.contextmanager
+def interrupting() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, unless they have a handler or are ignored."""
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class StopSignals:

@@ -91,7 +91,8 @@ def test_a_run_goes_on_or_begins_anew(running, capsys):
     recorder.checkpoints.save(after(state, 2))
     for name in ("before", "after"):
         recorder.evaluations.put(name, result)
-    (directory / "notes").touch()
+    for name in ("notes", "report.md"):
+        (directory / name).touch()
     start = state.replace(step=jnp.int32(0))
 
     def begun(**changes: object) -> tuple[Recorder, TrainState, str]:
@@ -105,6 +106,7 @@ def test_a_run_goes_on_or_begins_anew(running, capsys):
     there, found, said = begun(resume="auto", max_steps=60)
     assert int(found.step) == 2 and (there._first, there._tokens) == (2, 2)
     assert [row["step"] for row in there.metrics.rows] == [1, 2] and there.evaluations.all() == {"before": result}
+    assert not (directory / "report.md").exists()  # it is that of the shorter run
     parameters = run.policy.config.parameter_count() / 1e6
     assert f"{run.config.model}: {parameters:,.1f} M parameters, 0 problems, into {directory}\n" in said
     assert said.endswith("step 3 waits until its programs are compiled …\n") and "num_stages" not in said
