@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
-from helpers import fp32_policy, noted_programs, randomized
+from helpers import fp32_policy, randomized
 
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.programs import calling
 from qerl_jax.rollout.engine import generate
 from qerl_jax.types import Engine, Policy, Prompts, Sampling
 
@@ -76,18 +77,26 @@ def test_rows_are_the_same_bits_on_a_gpu(tmp_path, weight_format):
     assert_the_same_bits(wider(tmp_path, weight_format, "bfloat16", kernel))
 
 
+class Prefilled(Exception):
+    """In place of decoding."""
+
+
 def test_each_prompt_is_prefilled_alone(tmp_path):
     """A prefill's shape depends on its own prompt only; without the mode prompts are packed together."""
     policy = fp32_policy(small.bf16(tmp_path / "model", shards=1))
     seen = []
 
-    def note(name, args, _):
-        if name == "prefill_layer":
+    def note(program, args, kwargs):
+        if program.__name__ == "decode_chunk":
+            raise Prefilled
+        if program.__name__ == "prefill_layer":
             _, x, _, lengths, _, _, _, width, batch_invariant = args
             seen.append((len(x), len(lengths), width, batch_invariant))
+        return program(*args, **kwargs)
 
-    with noted_programs(note):
-        rollout(policy, [0, 2, 4], 1, Engine(batch_invariant=True))
-        assert seen == [(size, 1, size, True) for size in (16, 48, 96) for _ in range(policy.config.num_layers)]
-        rollout(policy, [0, 2, 4], 1, Engine())
-    assert seen[-1][0] == 512 and len(seen) == 4 * policy.config.num_layers
+    with calling(note):
+        for is_invariant in (True, False):
+            with pytest.raises(Prefilled):
+                rollout(policy, [0, 2, 4], 1, Engine(batch_invariant=is_invariant))
+    alone, layers = [(size, 1, size, True) for size in (16, 48, 96)], policy.config.num_layers
+    assert seen[:-layers] == [shape for shape in alone for _ in range(layers)] and seen[-1][0] == 512
