@@ -6,6 +6,7 @@ import array
 import dataclasses
 import datetime
 import math
+from pathlib import Path
 
 import datasets
 import pyarrow.parquet
@@ -30,6 +31,8 @@ from qerl_jax.run.choose_rewards import correctness_reward, verdict_reward
 from qerl_jax.run.hooks import Hooks, with_objects
 from qerl_jax.run.sample import sample_lines, try_rewards
 
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
+
 # Counts its calls in a folder, whatever worker it runs in. The first one is the trial before the run, with a whole
 # group; a step makes two, one for each prompt.
 REWARD = """
@@ -47,12 +50,18 @@ def flaky(prompts, completions, answer, **columns):
     if number == 3:
         time.sleep(1000)
     if number == 5:
-        time.sleep(1)  # until pebble knows who has the task: of one who dies before, it is graded anew
+        time.sleep(0.5)  # until pebble knows who has the task: of one who dies before, it is graded anew
         os._exit(1)
     if number >= 7:
         raise ValueError("no more")
     return [float(length) for length in columns["completion_lengths"]]
 """
+
+
+def short(place: Path, **changes: object) -> Config:
+    """A run into `run` with few programs."""
+    few = {"num_iterations": 1, "beta": 0.0, "train_norms": False, "dynamic_sampling": False}
+    return runs.config(place / "run", **runs.on_small(place) | few | changes)
 
 
 def test_a_run_outlives_a_reward_that_hangs_and_dies_and_ends_well_when_it_raises(tmp_path, capfd):
@@ -61,11 +70,9 @@ def test_a_run_outlives_a_reward_that_hangs_and_dies_and_ends_well_when_it_raise
     """
     (tmp_path / "mine.py").write_text(REWARD)
     name = f"{tmp_path}/mine.py:flaky"
-    config = runs.config(
-        tmp_path / "run", num_iterations=1, beta=0.0,
-        dynamic_sampling=False, reward_funcs=(name, "overlong"), reward_weights=(1.0, 1.0), reward_workers=2,
-        reward_timeout=3.0,
-    )  # fmt: skip
+    config = short(
+        tmp_path, reward_funcs=(name, "overlong"), reward_weights=(1.0, 1.0), reward_workers=2, reward_timeout=1.5
+    )
     file = tmp_path / "config.yaml"
     file.write_text(dump(config))
     code, said = train.main(["--config", str(file)]), capfd.readouterr()
@@ -103,9 +110,9 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     records = datasets.Dataset.from_dict(
         {"prompt": questions, "answer": list("3456"), "solution": [[n] for n in range(4)], "unused": list("abcd")}
     )
-    config = runs.config(
-        tmp_path / "run", prompt_column="prompt", reward_columns=("solution",), num_iterations=1, max_steps=1,
-        sigma_start=0.0, sigma_end=0.0, dynamic_sampling=False, reward_funcs=None, reward_weights=(2.0, 1.0, 4.0),
+    config = short(
+        tmp_path, prompt_column="prompt", reward_columns=("solution",), max_steps=1, sigma_start=0.0, sigma_end=0.0,
+        reward_funcs=None, reward_weights=(2.0, 1.0, 4.0),
     )  # fmt: skip
     given = {"reward_funcs": [longer, half, "answer"], "train_dataset": records}
     given["problems"] = lambda step: [3 - step, 1]
