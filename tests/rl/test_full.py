@@ -96,7 +96,9 @@ class TorchTrainer(TorchUpdates):
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case == "no biases")) for case in CASES]
+)
 def test_three_steps_of_all_weights_equal_pytorch(directories, case):
     """Losses, gradient norms and every weight after three steps on different batches, in fp32."""
     model, changes = CASES[case]
