@@ -26,6 +26,7 @@ from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import EvaluationResults, read_metrics
 from qerl_jax.run import directory as run_directory
+from qerl_jax.run import prepare
 from qerl_jax.types import TrainState
 
 PRESETS = Path(__file__).parent / "data" / "presets"
@@ -123,8 +124,8 @@ RUNS = {
     "another config": (
         lambda run: None,
         ["--resume", "auto", "--learning-rate", "2e-3", "--seed", "7"],
-        "OUT/checkpoints/2 belongs to another config (seed: 0 -> 7; learning_rate: 0.001 -> 0.002); "
-        "--config OUT/config.yaml has its own",
+        "OUT/checkpoints/2 was saved under other settings (seed: 0 -> 7; learning_rate: 0.001 -> 0.002), which may not "
+        "change on resume: leave them as they were, or begin a new run with --adapter OUT/adapter --output-dir NEW",
     ),
     "manifest of other arrays": (
         damage("checkpoints/2/manifest.json", b'"int32"', b'"int64"'),
@@ -146,8 +147,10 @@ RUNS = {
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_runs(case, used, capfd):
+def test_runs(case, used, capfd, monkeypatch):
     change, flags, message = RUNS[case]
+    if case == "another config":  # before anything is loaded
+        monkeypatch.setattr(prepare, "ready_rewards", None)
     change(used / "run")
     before = contents(used / "run")
     assert_says(error_of(train.main, training(used, *flags), used, capfd), message)

@@ -335,7 +335,7 @@ def test_the_end_of_a_run(step, tmp_path):
     recorder.curves = types.SimpleNamespace(log=lambda *arguments: curves.append(arguments), close=lambda: None)
     recorder.metrics.append(10, {"num_tokens": 2000, "reward": 0.5, "grad_norm": 0.0, "frac_reward_zero_std": 1.0})
     stopped = dataclasses.replace(run, vllm=Sampler(lambda *_: signal.raise_signal(signal.SIGTERM)))
-    with pytest.raises(KeyboardInterrupt, match="the evaluation is not: make up for it with\n.*resume='auto'"):
+    with pytest.raises(KeyboardInterrupt, match=r"the evaluation is not: make up for it with\n.*resume='auto'"):
         lifecycle.finish_run(stopped, recorder, last)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     lifecycle.finish_run(run, recorder, last)

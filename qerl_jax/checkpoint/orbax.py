@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 from qerl_jax.atomic import one_line, write_json
-from qerl_jax.checkpoint.run_files import CHECKPOINTS_DIR, CONFIG_FILE
+from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINTS_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
-from qerl_jax.config import ConfigError, differences, to_mapping
+from qerl_jax.config import Config, ConfigError, differences, to_mapping
 from qerl_jax.types import TrainState
 
 MANIFEST_FILE = "manifest.json"
@@ -132,11 +132,7 @@ class Checkpointer:
             raise FileNotFoundError(f"{self.directory} holds no complete checkpoint")
         path, target = self.directory / str(step), _flatten(state)
         manifest = self._read_manifest(step)
-        if different := differences(state.config, manifest["config"]):
-            raise ConfigError(
-                f"{path} belongs to another config ({'; '.join(different)}); "
-                f"--config {self.directory.parent / CONFIG_FILE} has its own"
-            )
+        _refuse_other(path, state.config, manifest["config"])
         if step > (last := state.config.num_rollouts):
             raise ConfigError(
                 f"{path} is that of step {step}, but max_steps {state.config.max_steps} ends at step {last}"
@@ -245,6 +241,26 @@ def latest_step(directory: Path) -> int | None:
     """Step of the newest complete checkpoint of a run directory, found without opening any; None without one."""
     manifests = (directory / CHECKPOINTS_DIR).glob(f"*/{MANIFEST_FILE}")
     return max((int(path.parent.name) for path in manifests if path.parent.name.isdecimal()), default=None)
+
+
+def refuse_changed(config: Config) -> None:
+    """Raise ConfigError, as `Checkpointer.restore` does, if `config` is not that of the run that it resumes; one whose
+    manifest cannot be read is left to `restore`.
+    """
+    if config.resume == "auto" and (step := latest_step(Path(config.output_dir))) is not None:
+        path = Path(config.output_dir).absolute() / CHECKPOINTS_DIR / str(step)
+        with contextlib.suppress(CheckpointError):
+            _refuse_other(path, config, read_json(path / MANIFEST_FILE).get("config"))
+
+
+def _refuse_other(path: Path, config: Config, saved: Any) -> None:
+    if isinstance(saved, dict) and (different := differences(config, saved)):
+        adapter = path.parents[1] / ADAPTER_DIR
+        start = f"--adapter {adapter} " if adapter.exists() else ""
+        raise ConfigError(
+            f"{path} was saved under other settings ({'; '.join(different)}), which may not change on resume: leave "
+            f"them as they were, or begin a new run with {start}--output-dir NEW"
+        )
 
 
 def saved_input(directory: Path, name: str) -> str | None:

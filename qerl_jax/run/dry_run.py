@@ -12,6 +12,7 @@ from rich.table import Table
 
 from qerl_jax import aqn
 from qerl_jax.checkpoint import assets
+from qerl_jax.checkpoint.orbax import refuse_changed
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.data.presets import PRESETS
@@ -73,6 +74,7 @@ def _show(config: Config, rewards: Rewards, console: Console, processes: int, te
     )
     try:
         check_output(config)
+        refuse_changed(config)
     except (ConfigError, OSError) as error:
         say(console, f"A run would be refused: {error}")
 

@@ -22,6 +22,7 @@ from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
 from qerl_jax.checkpoint.load import accepted_quantization, load_policy, read_tokenizer
 from qerl_jax.checkpoint.of_run import formats_note
+from qerl_jax.checkpoint.orbax import refuse_changed
 from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.config import Config, ConfigError
@@ -129,6 +130,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         check(config, replicas.count, replicas.tensor_parallel)
     replicas.agree()
     config = with_prompt_length(config, console)
+    refuse_changed(config)
     if config.deterministic:
         make_deterministic()
     say(console, use_compilation_cache(config.compilation_cache_dir))
