@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from attention_oracle import dense, visible
 
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl.flash_attention import views
+from qerl_jax.rl.head import HeadShape, head_logprobs
 from qerl_jax.rl.micro_batches import (
     Assignment,
     PackShape,
@@ -23,6 +25,7 @@ from qerl_jax.rl.micro_batches import (
     prompts_of,
 )
 from qerl_jax.rl.segment_attention import segment_attention, segment_attention_backward
+from qerl_jax.types import Sampling
 
 
 def members(rows: np.ndarray) -> list[int]:
@@ -121,7 +124,9 @@ def test_prompts_are_equal_where_all_their_tokens_are():
 
 
 def test_places_of_tokens_by_hand():
-    """Rows 2 and 0 share a prompt of three tokens, row 1 has one of its own token."""
+    """Rows 2 and 0 share a prompt of three tokens, row 1 has one of its own token. What the head finds there is
+    written into these three rows; the empty segment writes none, of a batch without another row either.
+    """
     tokens = jnp.array([[10, 11, 12, 13, 0], [20, 21, 0, 0, 0], [10, 11, 12, 30, 31]])
     shape = PackShape(12, 3, 4, 5, 4, 5)
     rows = Assignment(np.array([2, 0, 1, -1]), np.array([0, 0, 1, 0]))
@@ -132,6 +137,17 @@ def test_places_of_tokens_by_hand():
     assert packed_tokens(tokens, packed).tolist() == [10, 11, 12, 20, 30, 31, 13, 21, 0, 0, 0, 0]
     assert packed.positions.tolist()[:8] == [0, 1, 2, 0, 3, 4, 3, 1]
     assert predictors(packed, 2)[:3].tolist() == [[2, 4], [2, 6], [3, 7]]
+
+    rng, own = np.random.default_rng(0), np.array([[2, -1], [3, -1], [2, 4]])  # places that predict rows 0, 1, 2
+    x, head = rng.normal(size=(12, 8)), rng.normal(size=(40, 8))
+    logits = x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + 1e-6) @ head.T
+    logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    targets, mask = np.array([[13, 0], [21, 0], [30, 31]], np.int32), own >= 0
+    frozen = {"norm": jnp.ones(8), "head": jnp.asarray(head, jnp.float32)}
+    shape = HeadShape(ModelConfig(40, 8, 8, 1, 1, 1, 8, 1e6, 1e-6, True, 64, (0,), 0), "float32", 4)
+    arguments = frozen, jnp.asarray(x, jnp.float32), packed, {"targets": targets, "mask": mask}, jnp.zeros((3, 2))
+    found = head_logprobs(shape, Sampling(1).distribution, *arguments)
+    np.testing.assert_allclose(found, np.where(mask, logp[own, targets], 0), atol=1e-5)
 
 
 CASES = {
