@@ -21,6 +21,7 @@ from qerl_jax.config import Config
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.programs import compile_calls, shapes_of
 from qerl_jax.rl.adamw import make_optimizer
+from qerl_jax.rl.plan import make_update_plan
 from qerl_jax.rl.state import current_policy, init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import TrainState
@@ -129,6 +130,8 @@ def bf16(directories):
 
 def test_masters_and_moments_are_fp32_and_the_copy_to_compute_with_is_bf16(bf16):
     state, _ = grpo_step(init_state(bf16, full_config()), bf16.frozen, make_batch(64))
+    held, copied = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in ((bf16.frozen, state), bf16.frozen))
+    assert make_update_plan(state, bf16.frozen, 1e9).rollout_bytes == 1e9 - held - copied  # beside what a rollout reads
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     trained = jax.tree.leaves((state.weights, state.norms))
     assert len(moments) == 2 * len(trained) and {leaf.dtype for leaf in moments + trained} == {jnp.dtype("float32")}

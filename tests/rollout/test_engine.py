@@ -22,7 +22,7 @@ from qerl_jax.config import FREE_ON_RESUME
 from qerl_jax.models.qwen2 import merge_model
 from qerl_jax.programs import calling
 from qerl_jax.rl.logprobs import logprobs_and_entropy
-from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.engine import _Decoder, generate
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
 
@@ -369,6 +369,12 @@ def test_slots_that_fit_a_memory_limit(policy):
         ValueError, match=r"rollout_memory_gb 3.84e-06 cannot hold 1 completions of 8 tokens .* need 4.1e-06 GB"
     ):
         choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=256 * 15 / 1e9))
+
+
+def test_small_prefills_are_compiled_where_prompts_wait_for_slots(policy):
+    prompts, limits = Prompts.from_lists([[1]] * 16, length=512), np.full(32, NEW)
+    shapes = [_Decoder(policy, prompts, FREE, KEY, Engine(slots=slots), limits).prefill_shapes for slots in (32, 31)]
+    assert [[shape.tokens for shape in some] for some in shapes] == [[2048, 8192], [512, 2048, 8192]]
 
 
 def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy):
