@@ -290,12 +290,19 @@ def _records(
 
 
 def _check_columns(where: str, columns: set[str], preset: Preset, extra: tuple[str, ...]) -> None:
+    settings = {column: "reward_columns or data_order asks for it" for column in extra if column not in preset.extra}
+    if not preset.hub_id:
+        settings |= {preset.prompt_column: "set prompt_column"}
+        settings |= {column: "set answer_column" for column, _ in preset.answers}
     missing = [column for column in (preset.prompt_column, *extra) if column not in columns]
     answers = [column for column, _ in preset.answers]
     if answers and not columns & set(answers):
         missing.append(" or ".join(answers))
     if missing:
-        raise DataError(f"{where} has no column {missing[0]!r}; its columns are {sorted(columns)}")
+        close = difflib.get_close_matches(missing[0], columns, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        told = f": {settings[missing[0]]}{hint}" if missing[0] in settings else ""
+        raise DataError(f"{where} has no column {missing[0]!r}; its columns are {sorted(columns)}{told}")
 
 
 def _problem(

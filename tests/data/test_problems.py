@@ -47,12 +47,17 @@ def test_columns(tmp_path, suffix):
     with pytest.raises(TypeError):
         dataset.problems[0].extra["level"] = 4
     named = {"prompt_column": "problem", "answer_column": "solution"}
-    for column, flags in (
-        ("question", {}),
-        ("answer", {"prompt_column": "problem"}),
-        ("x", named | {"reward_columns": ["x"]}),
+    for column, told, flags in (
+        ("question", "set prompt_column", {}),
+        ("answer", "set answer_column", {"prompt_column": "problem"}),
+        (
+            "levels",
+            "reward_columns or data_order asks for it; did you mean 'level'",
+            named | {"reward_columns": ["levels"]},
+        ),
     ):
-        with pytest.raises(DataError, match=rf"data\{suffix} has no column '{column}'; its columns are \[.*'level'"):
+        words = rf"data\{suffix} has no column '{column}'; its columns are \[.*'level'.*\]: {told}"
+        with pytest.raises(DataError, match=words):
             load_dataset(path, "train", **flags)
     with pytest.raises(DataError, match=r"\['answer'\] are arguments that every reward has"):
         load_dataset(path, "train", "problem", "solution", reward_columns=["answer"])
