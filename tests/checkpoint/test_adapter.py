@@ -228,6 +228,7 @@ def test_norms_that_are_named_and_missing_are_refused(micro_dir, exported):
         ({"lora_alpha": float("inf")}, ("lora_alpha", "inf")),
         ({"target_modules": "q_proj|v_proj"}, ("target_modules", "'q_proj|v_proj'")),
         ({"target_modules": ".*_proj|lm_head"}, ("target_modules", "'lm_head'")),
+        ({"target_modules": ".*self_attn"}, ("'.*self_attn' go beyond the projections",)),  # of whole names, as in peft
         ({"target_modules": "(q_proj"}, ("'(q_proj' is no regular expression",)),
         ({"target_modules": ["model.layers.0.mlp.q_proj"]}, ("model.layers.0.mlp.q_proj",)),
         ({"target_modules": [3]}, ("[3]", "a list of names or a regular expression")),

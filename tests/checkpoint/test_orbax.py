@@ -82,15 +82,29 @@ def test_a_run_resumes_from_the_whole_state(state, saved, tmp_path):
 
 
 def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)  # incomplete, and newer
     checkpoints = Checkpointer(tmp_path, 2)
     for step in (1, 2, 3):
         checkpoints.save(at(state, step))
-    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["2", "3"]
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["2", "3", "7"]
     assert_same(checkpoints.restore(state), at(state, 3))
+    norms, _ = jax.tree_util.tree_flatten_with_path(at(state, 3).norms)
+    paths = [f"norms/{jax.tree_util.keystr(path, simple=True, separator='/')}" for path, _ in norms]
+    found = checkpoints.read(3, ("norms/",))
+    assert sorted(found) == sorted(paths)
+    assert all(np.array_equal(found[path], leaf) for path, (_, leaf) in zip(paths, norms, strict=True))
     assert_same(Checkpointer(tmp_path, keep=None).restore(state, step=2), at(state, 2))
     assert latest_step(tmp_path) == 3
     (checkpoints.directory / "3").rename(checkpoints.directory / "10")
     assert latest_step(tmp_path) == 10  # a number, not a text
+
+
+def test_a_place_that_cannot_hold_checkpoints_is_refused_before_the_first(tmp_path):
+    """And one that is only read is not made."""
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(FileExistsError, match=str(tmp_path / "checkpoints")):
+        Checkpointer(tmp_path, 2)
+    assert Checkpointer(tmp_path / "none", None).latest_step() is None and not (tmp_path / "none").exists()
 
 
 def test_a_complete_checkpoint_is_not_written_again(state, saved, tmp_path):
