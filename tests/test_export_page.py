@@ -36,6 +36,7 @@ from qerl_jax.models.lora import PROJECTIONS
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.train import parse
 
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 MODEL, ADAPTER = "qwen-7b-NVFP4A16", "ckpt/checkpoint-100"
 SCRIPTS = json.loads((ROOT / "tests/golden/release_scripts.json").read_text())["scripts"]
 TOKENS = np.random.default_rng(0).integers(3, 512, (2, 24))
