@@ -97,11 +97,12 @@ def test_quantized_checkpoints_are_refused_before_anything_is_loaded(tmp_path):
 def test_the_dry_run_counts_masters_and_the_copy(tmp_path):
     """0.85 M weights: 3.4 MB of masters in fp32; a copy in bf16 beside rollout and evaluation."""
     options = {"weight_format": "full", "lora_rank": 0, "dtype": "bfloat16", "eval_dataset": "arithmetic"}
-    options["max_steps"] = -1
+    options |= {"max_steps": -1, "batch_size": 20, "dynamic_sampling": False, "data_order": "sequential"}
     shown = io.StringIO()
     show_dry_run(runs.config(tmp_path / "run", **options), Console(file=shown, width=140))
     text = shown.getvalue()
-    assert "num_train_epochs 1 of 96 problems: max_steps 96\n" in text  # 2 updates for each 2
+    assert "num_train_epochs 1 of 96 problems: max_steps 38\n" in text  # 2 updates for each 5
+    assert "data_order sequential: 19 rollouts of 5 leave out the last 1 of 96 problems\n" in text
     (masters,) = [line for line in text.splitlines() if "all but layer norms (trained)" in line]
     assert "float32" in masters and "0.003 GB" in masters
     (copy,) = [line for line in text.splitlines() if "copy of the trained weights" in line]

@@ -216,6 +216,11 @@ def test_a_curriculum_by_a_column(tmp_path):
     config = Config("tiny", max_prompt_length=256, dataset=tuple(map(str, files)), data_order="level")
     stream, _ = prepare.load_problems(config, tokenizer, console)
     assert [item.problem.prompt for item in stream.at(0, 4)] == ["b1", "a1.5", "b2", "a3"]
+    few = dataclasses.replace(config, batch_size=24).with_max_steps(len(stream))
+    prepare.say_left_out(few, len(stream), console)
+    assert "data_order level: 1 rollouts of 3 leave out the last 1 of 4 problems" in console.export_text(clear=False)
+    prepare.say_left_out(dataclasses.replace(few, max_steps=2), len(stream), console)
+    assert console.export_text(clear=False).count("leave out") == 1
     assert "left out 1 of 3 records: 1 × no 'level'" in console.export_text()
     stream, _ = prepare.load_problems(dataclasses.replace(config, data_order="sequential"), tokenizer, console)
     assert [item.problem.prompt for item in stream.at(0, 5)] == ["a3", "a1.5", "aNone", "b2", "b1"]

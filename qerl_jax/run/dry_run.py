@@ -24,7 +24,7 @@ from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.devices import device_bytes
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, examined
-from qerl_jax.run.prepare import check_output, load_problems, ready_rewards, with_prompt_length
+from qerl_jax.run.prepare import check_output, load_problems, ready_rewards, say_left_out, with_prompt_length
 from qerl_jax.run.sample import sample_lines
 
 
@@ -88,9 +88,11 @@ def local_problems(config: Config, tokenizer: Any, console: Console) -> list[Enc
     chosen = dataclasses.replace(config, dataset=local or (BUNDLED,), dataset_weights=None, eval_dataset=evaluated)
     stream, _ = load_problems(chosen, tokenizer, console)
     if local == config.dataset:
-        steps = config.with_max_steps(len(stream)).max_steps
+        sized = config.with_max_steps(len(stream))
         if config.max_steps == -1:
-            say(console, f"num_train_epochs {config.num_train_epochs:g} of {len(stream)} problems: max_steps {steps}")
+            epochs = f"num_train_epochs {config.num_train_epochs:g}"
+            say(console, f"{epochs} of {len(stream)} problems: max_steps {sized.max_steps}")
+        say_left_out(sized, len(stream), console)
     return [item for items in stream.sets for item in items] if local else []
 
 

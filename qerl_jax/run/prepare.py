@@ -167,6 +167,8 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         stream, eval_problems = problems.result()
         say(console, ending_note(policy.config, loaded.tokenizer))
         config = config.with_max_steps(len(stream))
+        if hooks.problems is None:
+            say_left_out(config, len(stream), console)
         state = init_state(policy, config, hooks.optimizer)
         if replicas.tensor_parallel > 1:  # what a checkpoint restores lies where it does
             state = committed(state, replicas.tensor_parallel)
@@ -351,6 +353,15 @@ def load_problems(config: Config, tokenizer: Any, console: Console) -> tuple[Pro
     key = None if column is None else lambda item: item.problem.extra[column]
     shuffled = config.data_order == "shuffled"
     return ProblemStream(tuple(sets), config.dataset_weights, config.seed, shuffled, key), evaluation
+
+
+def say_left_out(config: Config, problems: int, console: Console) -> None:
+    """Say how many of so many problems, the last of their order, no rollout of the run reaches."""
+    is_one_walk = config.data_order != "shuffled" and config.dataset_weights is None and not config.resampling_rounds
+    left = problems - config.num_rollouts * config.num_prompts
+    if is_one_walk and left > 0:
+        rollouts = f"{config.num_rollouts} rollouts of {config.num_prompts}"
+        say(console, f"data_order {config.data_order}: {rollouts} leave out the last {left} of {problems} problems")
 
 
 def check_sortable(column: str, values: Iterable[Any]) -> None:

@@ -55,7 +55,7 @@ def sample_lines(config: Config, rewards: Rewards, tokenizer: Any, items: Sequen
         made-up problem stands for the first one.
     """
     item = items[0] if items else _encoded(config, config.dataset[0], tokenizer)
-    yield "The first prompt:"
+    yield "The first prompt of the dataset:"
     prompt = tokenizer.decode(list(item.tokens))
     yield prompt
     problem = item.problem
