@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import shlex
 from pathlib import Path
@@ -53,6 +54,19 @@ def test_the_guide_runs(tmp_path, monkeypatch, capfd):
     assert "Dry run: no weights were loaded" in said and "step 3  sigma 0.0005" in said
     assert Path("my-adapter/adapter_model.safetensors").exists()
     assert Path("runs/pens/metrics.jsonl").read_text().count("rewards/my_reward.py:brevity/mean") == 2
+
+
+def test_two_evaluations_are_compared(tmp_path, monkeypatch, capsys):
+    """Two of four, one of one and none of two problems' completions gained; a problem without gold does not count."""
+    monkeypatch.chdir(tmp_path)
+    verdicts = {"base": ["0011", "0", "01", "-"], "trained": ["1111", "1", "10", "-"]}
+    for name, rows in verdicts.items():
+        found = [[{"0": "wrong", "1": "correct", "-": "no gold"}[letter] for letter in row] for row in rows]
+        lines = [{"settings": {}}, *({"verdicts": row} for row in found)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [(_, text)] = [block for block in blocks((ROOT / "docs" / "evaluation.md").read_text()) if block[0] == "python"]
+    exec(text, {})
+    assert "difference': Estimate(value=0.5, low=0.0, high=" in capsys.readouterr().out
 
 
 def test_a_script_of_trl_moves_over():
