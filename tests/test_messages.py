@@ -103,6 +103,7 @@ def test_an_empty_index(tmp_path):
         ({"output_dir": os.fsdecode(b"run\xff")}, r"output_dir must be valid UTF-8 .*, got 'run\\udcff'"),
         ({"dataset": (os.fsdecode(b"\xff"),)}, "dataset must be valid UTF-8"),
         ({"adapter": "a\0b"}, r"adapter must be valid UTF-8 without zero bytes, got 'a\\x00b'"),
+        ({"dataset": ()}, r"dataset is empty: .*, or leave it out where train\(train_dataset=…\)"),
         ({"reward_columns": ("n", "n")}, "reward_columns names 'n' twice"),
         ({"report_to": ("tensorboard", "tensorboard")}, "report_to names 'tensorboard' twice"),
     ],

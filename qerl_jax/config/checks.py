@@ -65,7 +65,7 @@ def _of_lists(c: Config) -> Iterator[str]:
             if names.count(name) > 1:
                 yield f"{field} names {name!r} twice" + (": weigh it by dataset_weights" if field == "dataset" else "")
     if not c.dataset:
-        yield "dataset is empty: name at least one"
+        yield "dataset is empty: name at least one, or leave it out where train(train_dataset=…) replaces it"
     if c.dataset_weights is not None:
         if len(c.dataset_weights) != len(c.dataset):
             yield f"{len(c.dataset)} dataset but {len(c.dataset_weights)} dataset_weights"
