@@ -166,7 +166,7 @@ def test_what_is_trained_is_served(tmp_path, monkeypatch, capfd):
     prompt, _, completion = capfd.readouterr().out.partition("<|im_start|>assistant\n")
     assert "Ana has 15 shells." in prompt and completion.strip()
     line = re.search(r"`(AutoPeftModelForCausalLM\.from_pretrained\(.*?\))`", page.replace("\n", " "))[1]
-    model = eval(line, {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM})
+    model = eval(line.replace("OUT", "tiny-peft"), {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM})
     stored = load_file("tiny-peft/adapter_model.safetensors")
     loaded = get_peft_model_state_dict(model)
     assert loaded.keys() == stored.keys() and all(np.array_equal(loaded[key].numpy(), stored[key]) for key in stored)
