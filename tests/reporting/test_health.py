@@ -60,6 +60,7 @@ def test_what_is_said_has_its_numbers():
     }
     for kind, (changes, words) in idle.items():
         assert warnings(rows(4, **changes))[kind].startswith(f"in 3 steps in a row {words}")
+        assert kinds(rows(4, **changes), rows(1)) == set()  # one step that trains ends it
 
 
 CONFIG = Config(batch_size=16, num_generations=8, num_iterations=2)
