@@ -39,10 +39,12 @@ from qerl_jax.checkpoint.policy_tensors import DenseTensors, Replaced
 from qerl_jax.checkpoint.quantize import write_quantized
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_checkpoint
-from qerl_jax.checkpoint.tokenizer import TOKENIZER_FILES, refuse_other_tokenizer
+from qerl_jax.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer, refuse_other_tokenizer
 from qerl_jax.checkpoint.write import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
 from qerl_jax.config import Config, ConfigError, flags
 from qerl_jax.data.presets import PRESETS
+from qerl_jax.data.problems import BUNDLED, own_system_prompt
+from qerl_jax.data.prompts import asks_for_answer
 from qerl_jax.messages import IN_MEMORY, shown
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.reporting.console import say
@@ -114,6 +116,8 @@ def export(
     with tempfile.TemporaryDirectory() as temporary, atomic_directory(out) as building:
         if source.step is not None:
             say(f"exporting the newest checkpoint of {directory}, of step {source.step}")
+        if kind != "peft" and (message := _system_message(source)):
+            say(f"requests need the system message of the training: {message!r}")
         if source.is_full:
             _write_full(source, building, progress)
             return _commands(kind, source, None, out)
@@ -131,6 +135,15 @@ def export(
         else:
             _write_merged(source, reader, building, progress)
         return _commands(kind, source, reader, out)
+
+
+def _system_message(source: Source) -> str:
+    """That of a run's prompts, "" for none; of several datasets that of the first."""
+    if source.config is None or source.config.system_message is not None:
+        return source.config.system_message if source.config else ""
+    preset = source.config.dataset[0].partition(":")[0]
+    asks_itself = asks_for_answer(load_tokenizer(source.base, source.model.vocab_size))
+    return own_system_prompt(preset if preset in PRESETS else BUNDLED, asks_itself)
 
 
 def _write_full(source: Source, directory: Path, progress: Progress) -> None:

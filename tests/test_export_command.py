@@ -234,7 +234,8 @@ def test_an_exported_adapter_says_on_which_weights_it_was_trained(tmp_path, caps
     """In its card and on the terminal, from a checkpoint and from the adapter alone, whose base is then loaded so. What
     vLLM serves names the format of the base beside it: NVFP4, or the values of another format in bf16.
     """
-    run, _ = make_run(tmp_path, shape={"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}, weight_format=kind)
+    shape, asked = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}, {"system_prompt": "Be brief."}
+    run, _ = make_run(tmp_path, shape=shape, weight_format=kind, **asked if kind == "nf4" else {})
     base = str(tmp_path / "model")
 
     def card(directory: str) -> dict:
@@ -248,6 +249,8 @@ def test_an_exported_adapter_says_on_which_weights_it_was_trained(tmp_path, caps
     line = f"the adapter was trained on weights in {kind.upper()}, its base has them in BF16 here"
     assert line in capsys.readouterr().out
     assert main([str(run), str(tmp_path / "served"), "--as", "vllm"]) == 0
+    said = "requests need the system message of the training: 'Be brief.'\n"  # the model's own template asks otherwise
+    assert ("requests need" in (told := capsys.readouterr().out)) == (kind == "nf4") == (said in told)
     found = card("served/adapter")
     assert found["base_model"] == str(tmp_path / "served/base")
     assert found["weight_format"] == ("nvfp4" if kind == "nvfp4" else "bf16")
