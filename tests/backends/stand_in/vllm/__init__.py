@@ -108,7 +108,7 @@ class LLM:
         if self.fault == "start":
             raise RuntimeError("no memory left for the KV cache")
         self.path, self.config = Path(model), model_config(Path(model))
-        self.most = options["max_model_len"]
+        self.most, self.rows = options["max_model_len"], options["max_num_seqs"]
         self.model = Model(self.config.num_layers, self.config.hidden_size)
         LOADERS[load_format](LoadConfig(load_format)).load_weights(self.model, SimpleNamespace(model=model))
         self.llm_engine = Engine(enable_lora, self.fault)
@@ -160,13 +160,14 @@ class LLM:
         seeds = [int(np.random.default_rng(other.seed).integers(2**31)) for other in sampling_params]
         sampling = Sampling(own.max_tokens, own.temperature, own.top_k, own.top_p, own.min_p)
         policy = self.policy(lora_request)
-        prompts = Prompts.from_lists(tokens, seeds, length=self.most - own.max_tokens)  # one shape for all requests
+        more = self.rows - len(tokens)  # one shape for all requests
+        prompts = Prompts.from_lists(tokens + tokens[:1] * more, seeds + [0] * more, length=self.most - own.max_tokens)
         rollout = generate(policy, prompts, sampling, jax.random.key(0))
         if own.temperature == 0:  # vLLM tells the log-probabilities of the model
             found = token_logprobs(policy, rollout.tokens, rollout.attention_mask)
             rollout = rollout.replace(logprobs=np.pad(found, ((0, 0), (1, 0))))
         outputs = []
-        for row, start in enumerate(rollout.prompt_lengths.tolist()):
+        for row, start in enumerate(rollout.prompt_lengths.tolist()[: len(tokens)]):
             columns = slice(start, int(rollout.lengths[row]))
             ids, values = (np.asarray(x)[row, columns].tolist() for x in (rollout.tokens, rollout.logprobs))
             reason = "stop" if ids[-1] in own.stop_token_ids else "length"
