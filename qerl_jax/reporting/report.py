@@ -107,7 +107,7 @@ def _progress(metrics: list[dict[str, Any]], tenth: int) -> list[tuple[str, ...]
         values = [row[key] for row in rows if row.get(key) is not None]
         return f"{np.mean(values):.4g}" if values else "–"
 
-    noise = " (under noise)" if any(row.get("aqn/sigma") for row in metrics) else ""
+    noise = " (noise included)" if any(row.get("aqn/sigma") for row in metrics) else ""
     return [
         (label + noise * (key in _OF_THE_ROLLOUT), mean(metrics[:tenth], key), mean(metrics[-tenth:], key))
         for key, label in _SHOWN.items()
@@ -136,11 +136,13 @@ def _notes(config: Config, metrics: list[dict[str, Any]], ending: Ending) -> lis
 
 def differences(config: Config) -> list[tuple[str, ...]]:
     """Field, value and default of each setting that is not the default, but for those of this start alone."""
-    ours, defaults = to_mapping(config), to_mapping(Config(max_prompt_length=PROMPT_LENGTH))
+    ours, defaults = to_mapping(config), to_mapping(Config())
     return [
         (f"`{key}`", f"{value}", f"{defaults[key]}")
         for key, value in ours.items()
-        if value != defaults[key] and key not in ("resume", "overwrite")
+        if value != defaults[key]
+        and key not in ("resume", "overwrite")
+        and (key, value) != ("max_prompt_length", PROMPT_LENGTH)
     ]
 
 

@@ -184,7 +184,8 @@ def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
     rest = held(policy.frozen) - sum(row.bytes for row in rows)
     others = model.parameter_count() - sum(row.parameters for row in rows) - tree_size(policy.norms)
     named = [*(["biases"] if model.qkv_bias else []), *(["norms of heads"] if model.qk_norm else []), "final norm"]
-    rows.append(ParameterRow(", ".join(named), others, dense, rest))
+    stored = dense if named[1:] else policy.frozen["norm"]["weight"].dtype.name
+    rows.append(ParameterRow(", ".join(named), others, stored, rest))
     noise = ", noise is added" if state.config.sigma_start > 0 else ""
     trained = "trained" if state.config.trains_norms else f"frozen{noise}"
     rows.append(ParameterRow(f"layer norms ({trained})", tree_size(policy.norms), "float32", held(policy.norms)))

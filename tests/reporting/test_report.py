@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import io
 import platform
@@ -49,12 +50,15 @@ def test_a_finished_run(tmp_path):
     assert "first 2 steps | last 2 steps" in text and "| reward | 0.15 | 1.95 |" in text
     assert "| share correct | 0.075 | 0.975 |" in text
     noisy = render("n", config, [row | {"aqn/sigma": 0.01} for row in metrics], ending, [])
-    assert "| share correct (under noise) | 0.075 | 0.975 |" in noisy
+    assert "| share correct (noise included) | 0.075 | 0.975 |" in noisy
     # 60 s of rollout, 20 s of update in the rows; evaluation is in none, so it counts from the last start.
     assert "| rollout | 60.0 | 60 % |" in text and "| update | 20.0 | 20 % |" in text
     assert "| evaluation (since the last start) | 20.0 | 20 % |" in text
     settings = text.split("## Settings")[1].split("##")[0]
     assert re.findall(r"\| `(\w+)` ", settings) == ["model", "output_dir", "seed", "max_steps", "lora_target_modules"]
+    assert "| `max_prompt_length` | 80 | None |" in render(
+        "n", dataclasses.replace(config, max_prompt_length=80), metrics, ending, []
+    )
     assert "| `seed` | 3 | 0 |" in settings
     links = re.findall(r"!\[\w+\]\((.+?)\)", text)
     assert "plots/accuracy.png" in links and all(
@@ -100,10 +104,10 @@ def test_every_row_and_note_says_what_its_number_is():
         "",
         "| in training, mean of | first 2 steps | last 2 steps |",
         "|---|---|---|",
-        "| reward (under noise) | 1.5 | 10 |",
-        "| share correct (under noise) | 2.5 | 20 |",
+        "| reward (noise included) | 1.5 | 10 |",
+        "| share correct (noise included) | 2.5 | 20 |",
         "| entropy, nats a token | 3.5 | 30 |",
-        "| entropy of the sampled policy, nats a token (under noise) | 4.5 | 40 |",
+        "| entropy of the sampled policy, nats a token (noise included) | 4.5 | 40 |",
         "| completion length, tokens | 5.5 | 50 |",
         "| share cut off at max_completion_length | 6.5 | 60 |",
         "| share of groups with equal rewards | 7.5 | 70 |",

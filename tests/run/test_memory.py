@@ -59,6 +59,16 @@ def test_the_parameter_table_says_where_noise_is_added():
         assert [name for name in names if name.startswith("layer norms")] == [f"layer norms ({wanted})"]
 
 
+def test_a_final_norm_alone_is_stored_in_float32(tmp_path):
+    (shape := tmp_path / "model").mkdir()
+    config = json.loads((SHAPES / "Qwen2.5-1.5B" / "config.json").read_text())
+    (shape / "config.json").write_text(
+        json.dumps(config | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    )
+    (row,) = [row for row in memory_report(Config(model=str(shape))).parameters if row.name == "final norm"]
+    assert (row.stored, row.bytes) == ("float32", 4 * 1536)
+
+
 def test_the_parameters_of_a_model_by_hand():
     """Qwen2.5-1.5B in NVFP4: four fused projections in each of 28 layers, of 4 bits a weight, a byte for 16 of them and
     four for each output feature; vectors but for biases in fp32, two moments and two counters.
