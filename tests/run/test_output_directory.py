@@ -85,6 +85,16 @@ def test_an_empty_folder_of_a_run_killed_at_once_is_no_run(tmp_path):
         run_directory.check(tmp_path / "run", config)
 
 
+def test_a_run_is_resumed_from_its_config_or_its_checkpoints(tmp_path):
+    for number, file in enumerate(("config.yaml", "checkpoints/3/manifest.json")):
+        directory = tmp_path / str(number)
+        write(directory, [file, "report.md"])
+        run_directory.check(directory, runs.config(directory, resume="auto"))
+    write(tmp_path / "report", ["report.md"])
+    with pytest.raises(ConfigError, match=r"holds report\.md, but neither config\.yaml nor checkpoints/ to res"):
+        run_directory.check(tmp_path / "report", runs.config(tmp_path / "report", resume="auto"))
+
+
 def test_overwrite_deletes_only_what_a_run_made(tmp_path):
     directory = tmp_path / "run"
     made_by_a_run(directory)
