@@ -480,8 +480,13 @@ def test_an_update_that_does_not_fit_says_what_to_lower(micro):
         raise jax.errors.JaxRuntimeError(message)
 
     message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345 bytes."
-    with pytest.raises(MemoryError, match=r"lower update_memory_gb below .* tokens_per_micro_batch"), calling(fail):
-        grpo_step(state, micro.frozen, awkward_batch())
+    plan = make_update_plan(state, micro.frozen, 8e9)
+    plan = dataclasses.replace(plan, kept_bytes=3 * 10**9, working_bytes=10**9)
+    words = (
+        r"3\.0 GB of activations and 1\.0 GB for one program, of the device's 8\.0 GB; lower update_memory_gb below "
+    )
+    with pytest.raises(MemoryError, match=words + r"3\.0 .* tokens_per_micro_batch"), calling(fail):
+        grpo_step(state, micro.frozen, awkward_batch(), plan)
     message = "INTERNAL: something else"
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"), calling(fail):
         grpo_step(state, micro.frozen, awkward_batch())
