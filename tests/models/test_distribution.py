@@ -132,8 +132,10 @@ def test_draws_follow_the_distribution_and_report_its_logprob(sampling):
 
 
 def test_a_rows_draw_depends_on_its_own_key_and_logits_only(logits):
+    """And not on a number added to them, for which `exp` would overflow."""
     keys = jax.random.split(jax.random.key(4), 8)
     whole = sample(jnp.asarray(logits), Sampling(1).distribution, keys)
+    assert sample(jnp.asarray(logits + 128), Sampling(1).distribution, keys)[0].tolist() == whole[0].tolist()
     for row in (0, 5):
         alone = sample(jnp.asarray(logits[row : row + 1]), Sampling(1).distribution, keys[row : row + 1])
         assert int(alone[0][0]) == int(whole[0][row]) and float(alone[1][0]) == pytest.approx(

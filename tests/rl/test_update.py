@@ -469,6 +469,8 @@ def test_the_plan_of_a_run_leaves_room_for_what_is_held(micro):
         wanted = choose_plan(micro.config, 4, config, ROWS, PROMPT + COMPLETION, free, XlaMatmuls(wide_bytes=8))
         assert make_update_plan(state, micro.frozen, memory) == wanted
         assert make_update_plan(*jax.eval_shape(lambda: (state, micro.frozen)), memory) == wanted
+    shared = choose_plan(micro.config, 4, config, ROWS, PROMPT + COMPLETION, None, XlaMatmuls(wide_bytes=8), replicas=2)
+    assert make_update_plan(state, micro.frozen, replicas=2) == shared and shared.pack.tokens < wanted.pack.tokens
 
 
 def test_an_update_that_does_not_fit_says_what_to_lower(micro):
