@@ -85,6 +85,15 @@ def test_a_chain_of_calls_is_recorded_and_compiled_once(on_device):
     assert number == 4
 
 
+def test_a_program_that_two_functions_call_is_compiled_once():
+    @program
+    def doubled(x):
+        return 2 * x
+
+    with Ahead(1) as ahead:
+        assert [len(ahead.begin(function, np.ones(3))) for function in (doubled, lambda x: doubled(x))] == [1, 0]
+
+
 def test_a_weakly_typed_number_has_a_program_of_its_own():
     """Whose results have other types: 2 · 0.5 in bf16 is bf16 for a weak 2 alone."""
 

@@ -31,6 +31,7 @@ from qerl_jax.data.prompts import encode_problems
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.parallel import ALONE
+from qerl_jax.programs import Ahead
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
@@ -327,8 +328,11 @@ def test_the_end_of_a_run(step, tmp_path):
         lengths = jnp.asarray([len(ids) for ids in own], jnp.int32)
         return Rollout(tokens, jnp.zeros(tokens.shape), prompts.lengths[rows], lengths, finish, rows)
 
+    ahead = Ahead(1)
+    ahead.cancel()
+    ahead.waited, ahead.seconds = 75.0, 900.0
     run = dataclasses.replace(
-        step.run, config=config, policy=policy, eval_problems=list(step.run.stream.sets[0][:2]),
+        step.run, config=config, policy=policy, programs=ahead, eval_problems=list(step.run.stream.sets[0][:2]),
         vllm=Sampler(generate), console=Console(file=(said := io.StringIO()), width=200),
     )  # fmt: skip
     recorder = Recorder(run, Checkpointer(tmp_path, 1), 9, 1000)
@@ -342,6 +346,7 @@ def test_the_end_of_a_run(step, tmp_path):
     assert "│ adapter, which no step trained │ adapter " in said.getvalue()
     report = (step.run.directory / "report.md").read_text()
     assert "- none of 1 steps trained anything: the rewards of every group were equal; try" in report
+    assert "\n| compiling (since the last start) | 75.0 | " in report  # for which the run waited
     [(evaluated, ids, sampling, key, slots, is_exported)] = calls
     assert evaluated.norms is last.norms and evaluated.lora is last.lora and evaluated.frozen is policy.frozen
     assert ids == [item.problem.id for item in run.eval_problems] and sampling == config.eval_sampling

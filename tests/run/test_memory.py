@@ -12,8 +12,12 @@ import jax.numpy as jnp
 import memory_for_h200
 import pytest
 import runs
+from qerl_kernels import dispatch
+from qerl_kernels.formats import Nvfp4
 from qerl_kernels.gpu import H200
+from qerl_kernels.nvfp4_matmul.packing import PackedNvfp4
 
+from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models import cache as kv
 from qerl_jax.parallel import Replicas
@@ -50,6 +54,13 @@ def test_abstract_trees_are_the_real_ones(tmp_path, stored, dtype):
     assert sum(part.bytes for part in parts) == tree_bytes((policy.frozen, *trained))
     frozen = [part for part in parts if not any(word in part.name for word in ("adapters", "moments", "all but"))]
     assert sum(part.parameters for part in frozen) == policy.config.parameter_count()
+
+
+def test_weights_are_packed_where_the_gpu_that_is_asked_about_has_kernels(monkeypatch):
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", lambda dtype, gpu=None: None if gpu == H200 else "a GPU")
+    for gpu, kind in ((H200, PackedNvfp4), (None, Nvfp4)):
+        policy, _ = abstract_run(Config("tiny", weight_format="nvfp4"), gpu=gpu)
+        assert type(policy.frozen["layers"][0]["mlp"]["down_proj"]["weight"]) is kind
 
 
 def test_the_parameter_table_says_where_noise_is_added():
@@ -152,7 +163,7 @@ def test_processes_need_memory_for_their_own_completions():
         memory.refuse_oversized(config, 7e9, 4, 2)
 
 
-def test_an_evaluation_fits_with_few_completions_at_a_time():
+def test_an_evaluation_fits_with_few_completions_at_a_time(tmp_path):
     """1.5B in NVFP4: 1.2 GB of weights, 0.8 on each of two devices; 0.2 of keys and values of 8192 tokens, and some
     activations of a prefill.
     """
@@ -160,6 +171,9 @@ def test_an_evaluation_fits_with_few_completions_at_a_time():
     config = Config(model=str(SHAPES / "Qwen2.5-1.5B"), max_prompt_length=4096, **settings)
     found = [memory.evaluation_fits(config, limit, 1, size, H200) for limit, size in ((1.5e9, 1), (1.5e9, 2), (3e9, 1))]
     assert found == [False, True, True]
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(CheckpointError, match="gpt2"):  # no matter of memory
+        memory.evaluation_fits(Config(model=str(tmp_path)), 1e9)
 
 
 def test_cache_is_the_real_one(tmp_path):

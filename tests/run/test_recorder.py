@@ -133,11 +133,12 @@ def test_replicas_with_other_problems_begin_nothing(running):
 
 
 def test_a_signal_to_one_replica_stops_all_after_the_same_step(running):
-    """Of which the first saves it."""
+    """Of which the first saves it, and alone reports curves."""
     run, first, state = running
+    reporting = dataclasses.replace(run.config, report_to=("tensorboard",))
 
     def end(replicas: Replicas) -> tuple[bool, int]:
-        own = dataclasses.replace(run, replicas=replicas)
+        own = dataclasses.replace(run, replicas=replicas, config=run.config if replicas.is_first else reporting)
         recorder = Recorder(own, first.checkpoints if replicas.is_first else None, 2, 2)
         recorder._signals = types.SimpleNamespace(requested=signal.SIGTERM if replicas.index == 1 else 0)
         recorder._progress = types.SimpleNamespace(update=lambda *_: None)
@@ -145,6 +146,7 @@ def test_a_signal_to_one_replica_stops_all_after_the_same_step(running):
 
     assert on_replicas(3, end) == [(True, signal.SIGTERM)] * 3
     assert_saved(run.directory, after(state, 3))
+    assert not (run.directory / "tensorboard").exists()
 
 
 class ComesLate:
