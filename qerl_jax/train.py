@@ -186,8 +186,8 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
 
 @dataclasses.dataclass(frozen=True)
 class _Arguments(launch.Devices, Config):
-    """Train a Qwen2.5, Qwen3 or Llama 3 policy with GRPO, on a quantized base or in bf16. Without --config and
-    --model it runs the bundled tiny policy (configs/tiny.yaml)."""
+    """Train a model of the architecture of Qwen2.5, Qwen3 or Llama 3 with GRPO, on a quantized base or in bf16. Without
+    --config and --model it runs the bundled tiny policy (configs/tiny.yaml)."""
 
     config: str | None = None
     """YAML file with these fields, or the name of a bundled recipe; flags override it."""
