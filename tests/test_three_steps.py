@@ -23,6 +23,7 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.types import FinishReason
 
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
 REWARD = """
 def letters(completions, **_):
     return [None if "z" in text[:2] else float("k" in text[:3]) for text in completions]
