@@ -31,7 +31,7 @@ from qerl_jax.types import TrainState
 
 PRESETS = Path(__file__).parent / "data" / "presets"
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_ahead")
+pytestmark = pytest.mark.usefixtures("nothing_compiled_ahead", "nothing_drawn")
 
 
 @pytest.fixture(scope="module")
