@@ -202,9 +202,8 @@ def _write_vllm(source: Source, reader: AdapterReader, directory: Path, final: P
         (directory / BASE_PART).mkdir()
         _write_base(source, norms, directory / BASE_PART, progress)
         weight_format = loaded_format(directory / BASE_PART, None)
-    if reader.config.rank:
-        (directory / ADAPTER_PART).mkdir()
-        _write_adapter(directory / ADAPTER_PART, source, reader, {}, base_model, weight_format)
+    (directory / ADAPTER_PART).mkdir()
+    _write_adapter(directory / ADAPTER_PART, source, reader, {}, base_model, weight_format)
 
 
 def _write_base(source: Source, norms: Mapping[str, np.ndarray], directory: Path, progress: Progress) -> None:
@@ -276,8 +275,6 @@ def _commands(kind: str, source: Source, reader: AdapterReader | None, out: Path
         return [shlex.join([*words, *chosen, "--adapter", str(out)]) + note]
     has_base = reader.has_norms or source.quantizes
     served = f"{place}/{BASE_PART}" if has_base else shlex.quote(source.base_model)
-    if not reader.config.rank:
-        return [f"vllm serve {served}"]
     rank = next((rank for rank in RANKS if rank >= reader.config.rank), reader.config.rank)
     return [f"vllm serve {served} --enable-lora --max-lora-rank {rank} --lora-modules trained={place}/{ADAPTER_PART}"]
 

@@ -136,7 +136,7 @@ def test_a_value_of_python_that_is_no_such_number(value):
         ("{dataset: [math, gsm8k], dataset_weights: [1]}", ["2 dataset", "1 dataset_weights"]),
         ("{dataset: [math, gsm8k], dataset_weights: [1, 0]}", ["dataset_weights", "0", "'gsm8k'"]),
         ("overlong_prompts: cut", ["overlong_prompts", "'cut'", "truncate_left"]),
-        ("lora_rank: 0", ["lora_rank 0", "train_norms"]),
+        ("{lora_rank: 0, train_norms: true}", ["lora_rank 0", "weight_format 'full'"]),
         ("lora_target_modules: []", ["lora_rank 32", "lora_target_modules"]),
         ("{weight_format: full, lora_rank: 16}", ["lora_rank 16 contradicts weight_format 'full'", "leave lora_rank"]),
         ("{weight_format: full, lora_alpha: 64}", ["lora_alpha 64.0 contradicts weight_format 'full'"]),

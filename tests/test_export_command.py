@@ -118,15 +118,24 @@ def reader_of(rank: int, has_norms: bool = False) -> AdapterReader:
 @pytest.mark.parametrize(
     ("kind", "reader", "weight_format", "commands"),
     [
-        ("vllm", reader_of(0, has_norms=True), None, ["vllm serve 'my out'/base"]),
-        ("vllm", reader_of(0), "nf4", ["vllm serve 'my out'/base"]),
+        (
+            "vllm",
+            reader_of(8),
+            "nf4",
+            ["vllm serve 'my out'/base --enable-lora --max-lora-rank 8 --lora-modules trained='my out'/adapter"],
+        ),
         (
             "vllm",
             reader_of(8, has_norms=True),
             None,
             ["vllm serve 'my out'/base --enable-lora --max-lora-rank 8 --lora-modules trained='my out'/adapter"],
         ),
-        ("vllm", reader_of(0), "bf16", ["vllm serve 'the base'"]),
+        (
+            "vllm",
+            reader_of(8),
+            "bf16",
+            ["vllm serve 'the base' --enable-lora --max-lora-rank 8 --lora-modules trained='my out'/adapter"],
+        ),
         ("merged", None, "nf4", ["vllm serve 'my out'", "python -m qerl_jax.quantize 'my out' 'my out-nvfp4'"]),
         (
             "peft",

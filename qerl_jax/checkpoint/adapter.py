@@ -1,5 +1,4 @@
-"""PEFT adapters in and out: LoRA of the seven projections, and trained layer norms as `modules_to_save`; without LoRA,
-the norms alone as PEFT's LN_TUNING.
+"""PEFT adapters in and out: LoRA of the seven projections, and trained layer norms as `modules_to_save`.
 
 vLLM refuses an adapter with norms in it: `python -m qerl_jax.export RUN OUT --as vllm` writes what it serves.
 """
@@ -26,7 +25,7 @@ from qerl_jax.checkpoint.adapter_reader import (
     norm_key,
     trained_format,
 )
-from qerl_jax.checkpoint.peft_config import CONFIG_FILE, norms_config, peft_config
+from qerl_jax.checkpoint.peft_config import CONFIG_FILE, peft_config
 from qerl_jax.models.config import LAYER_NORMS
 from qerl_jax.models.formats import Weight, format_name
 from qerl_jax.models.lora import Lora, LoraConfig
@@ -72,11 +71,10 @@ def _shape(config: LoraConfig) -> tuple:
 
 
 def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_model: str | None = None) -> None:
-    """Write the policy's adapters as a PEFT directory, atomically. Norms without adapters (`lora_rank` 0) are written
-    as PEFT's LN_TUNING.
+    """Write the policy's adapters as a PEFT directory, atomically.
 
     Args:
-      policy: any policy.
+      policy: one with adapters.
       dst: directory; an adapter in it is replaced, other files in it stay.
       norms: include the layer norms, as `modules_to_save` that `peft` loads.
       base_model: path or hub id written as `base_model_name_or_path`; None: the one that the policy was loaded from.
@@ -84,9 +82,8 @@ def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_mod
     Raises ValueError if there is nothing to export, no base model to name, or a value that is not finite;
     FileExistsError if `dst` holds files but no adapter.
     """
-    has_lora = bool(jax.tree.leaves(policy.lora))
-    if not (has_lora or norms):
-        raise ValueError("the policy has no adapters (lora_rank 0), and norms is False: nothing to export")
+    if not jax.tree.leaves(policy.lora):
+        raise ValueError("the policy has no adapters (lora_rank 0): nothing to export")
     base_model = base_model or policy.source
     if not base_model:
         raise ValueError("the policy was not loaded from a directory: name the base model in base_model")
@@ -123,15 +120,15 @@ def write_adapter(
     Args:
       directory: where to write.
       config: its shape.
-      lora: PEFT name -> f32 array (`adapter_tensors`); empty: the norms alone, as LN_TUNING.
+      lora: PEFT name -> f32 array (`adapter_tensors`).
       norms: name in the base checkpoint -> f32[D] (`norm_tensors`); empty: none.
       base_model: written as `base_model_name_or_path`.
       weight_format: of the base that it was trained on, for the card that `trained_format` reads; None: no card.
       trained_on: the model that the card names as the one it was trained on; None: `base_model`.
     """
-    saved = {norm_key(name, alone=not lora): value for name, value in norms.items()}
-    values = peft_config(config, base_model) if lora else norms_config(base_model)
-    if lora and norms:
+    saved = {norm_key(name): value for name, value in norms.items()}
+    values = peft_config(config, base_model)
+    if norms:
         values["modules_to_save"] = [norm for norm in LAYER_NORMS if any(f".{norm}." in name for name in saved)]
     write_json(directory / CONFIG_FILE, values)
     safetensors.save(directory / WEIGHTS_FILE, {**lora, **saved})

@@ -25,10 +25,9 @@ def lora_key(layer: int, part: str, matrix: str) -> str:
     return f"{_PREFIX}{names.projection(layer, part)}.lora_{matrix}.weight"
 
 
-def norm_key(name: str, alone: bool) -> str:
-    """PEFT's name of a norm that is `name` in the base checkpoint: beside a LoRA, or alone (LN_TUNING)."""
-    key = _PREFIX + name
-    return f"{key.removesuffix('weight')}ln_tuning_layers.weight" if alone else key
+def norm_key(name: str) -> str:
+    """PEFT's name of a norm that is `name` in the base checkpoint."""
+    return _PREFIX + name
 
 
 def trained_format(directory: Path) -> str | None:
@@ -59,14 +58,12 @@ class AdapterReader:
                 f"{self.path} does not exist: an adapter directory holds {CONFIG_FILE} and {WEIGHTS_FILE}"
             )
         self._tensors = safetensors.Tensors([self.path])
-        raw = read_json(directory / CONFIG_FILE)
-        named = raw.get("modules_to_save" if self.config.rank else "target_modules") or []
+        named = read_json(directory / CONFIG_FILE).get("modules_to_save") or []
         self._norms = {
             (layer, name): key
             for layer in range(model.num_layers)
             for name in LAYER_NORMS
-            if (key := norm_key(names.layer_norm(layer, name), alone=self.config.rank == 0)) in self._tensors
-            or name in named
+            if (key := norm_key(names.layer_norm(layer, name))) in self._tensors or name in named
         }
         check_tensors(self._tensors, self._expected())
 
@@ -77,7 +74,7 @@ class AdapterReader:
 
     def lora(self, layer: int, part: str) -> tuple[np.ndarray, np.ndarray] | None:
         """A f32[R, K] and B f32[N, R] of a projection, as PEFT stores them; None where it has no adapter."""
-        if not self.config.rank or part not in self.config.target_modules:
+        if part not in self.config.target_modules:
             return None
         a, b = (self._read(lora_key(layer, part, matrix)) for matrix in "AB")
         return a, b
@@ -105,7 +102,7 @@ class AdapterReader:
         found: Expected = dict.fromkeys(self._norms.values(), ((self._model.hidden_size,), dtypes))
         for layer in range(self._model.num_layers):
             for part, (n, k) in self._model.projection_shapes().items():
-                if self.config.rank and part in self.config.target_modules:
+                if part in self.config.target_modules:
                     found[lora_key(layer, part, "A")] = (self.config.rank, k), dtypes
                     found[lora_key(layer, part, "B")] = (n, self.config.rank), dtypes
         return found

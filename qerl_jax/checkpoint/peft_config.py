@@ -30,7 +30,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializatio
 
 
 def adapter_config(directory: Path) -> LoraConfig:
-    """Shape of a PEFT adapter; rank 0 for layer norms alone (LN_TUNING).
+    """Shape of a PEFT adapter.
 
     Raises CheckpointError for what a plain LoRA of the seven projections cannot express (DoRA, rank patterns, other
     modules, biases).
@@ -39,12 +39,8 @@ def adapter_config(directory: Path) -> LoraConfig:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: {_instead(directory)}")
     config = read_json(path)
-    if config.get("peft_type") == "LN_TUNING":
-        return _norms_alone(path, config)
     if config.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"{path}: peft_type is {shown(config.get('peft_type'))}, supported are 'LORA' and 'LN_TUNING'"
-        )
+        raise CheckpointError(f"{path}: peft_type is {shown(config.get('peft_type'))}, supported is 'LORA'")
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{path}: bias is {shown(config['bias'])}, supported is 'none'")
     for key in sorted(config.keys() - _KNOWN):  # DoRA, rank patterns, and what later versions of PEFT bring
@@ -129,19 +125,6 @@ def _targets(path: Path, modules: Any) -> tuple[str, ...]:
     return tuple(part for part in PROJECTIONS if part in found)
 
 
-def _norms_alone(path: Path, config: dict[str, Any]) -> LoraConfig:
-    for key in sorted(config.keys() - (_KNOWN - {"modules_to_save"})):
-        if not _unset(config[key]):
-            raise CheckpointError(f"{path}: {key} is {shown(config[key])}, which is not supported with LN_TUNING")
-    modules = config.get("target_modules")
-    if not isinstance(modules, list) or not modules or not set(modules) <= set(LAYER_NORMS):
-        raise CheckpointError(
-            f"{path}: target_modules is {shown(modules)}, with LN_TUNING it must list layer norms of "
-            f"{list(LAYER_NORMS)}"
-        )
-    return LoraConfig(rank=0)
-
-
 def _unset(value: Any) -> bool:
     """Whether an option asks for nothing. 0 does ask: `layers_to_transform: 0` is the first layer."""
     return value is None or value is False or value in ([], {}, "")
@@ -164,15 +147,4 @@ def peft_config(config: LoraConfig, base_model: str) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": config.use_rslora,
-    }
-
-
-def norms_config(base_model: str) -> dict[str, Any]:
-    """`adapter_config.json` of the layer norms alone."""
-    return {
-        "base_model_name_or_path": base_model,
-        "inference_mode": True,
-        "peft_type": "LN_TUNING",
-        "target_modules": list(LAYER_NORMS),
-        "task_type": "CAUSAL_LM",
     }

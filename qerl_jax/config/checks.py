@@ -92,8 +92,8 @@ def _of_training(c: Config) -> Iterator[str]:
         yield f"num_generations {c.num_generations} does not divide batch_size {c.batch_size}"
     if c.overlong_tokens > c.max_completion_length:
         yield f"overlong_buffer {c.overlong_buffer} exceeds max_completion_length {c.max_completion_length}"
-    if c.lora_rank == 0 and not c.trains_norms:
-        yield "lora_rank 0 without train_norms: there would be nothing to train"
+    if c.lora_rank == 0 and not c.is_full:
+        yield "lora_rank 0 without weight_format 'full': there would be no adapters to train"
     if c.loss_type == "cispo" and c.upper_clip < 1:
         yield (
             f"epsilon_high {c.epsilon_high} would cap the ratio of loss_type 'cispo', which starts at 1: set it to at "

@@ -151,7 +151,7 @@ class Config:
     """Gradient clipping threshold (global norm)."""
 
     lora_rank: int = 32
-    """LoRA rank. 0: no adapters; train_norms is then required. weight_format "full" has no adapters either."""
+    """LoRA rank. weight_format "full" has no adapters."""
     lora_alpha: float | None = None
     """LoRA alpha: the scale is alpha / rank. None: alpha = rank, a scale of 1."""
     use_rslora: bool = False

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
-import torch
 from helpers import assert_trees_equal, fp32_policy, logits_of, randomized, with_norm_offsets
 from oracles import torch_qwen2
 
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.adapter import export_adapter, import_adapter
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.checkpoint.peft_config import adapter_config, norms_config, peft_config
+from qerl_jax.checkpoint.peft_config import adapter_config, peft_config
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.types import Policy
@@ -65,41 +64,8 @@ def test_export_loads_in_peft_and_gives_the_same_logits(micro_dir, tmp_path, lor
     assert np.abs(theirs - torch_qwen2.logits(torch_qwen2.load(micro_dir), TOKENS)).max() > 0.05
 
 
-@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # peft knows no RMSNorm's shape, and needs none
-def test_norms_alone_load_in_peft_and_here(micro_dir, tmp_path):
-    """A policy without LoRA (`lora_rank` 0 with `train_norms`) is PEFT's LN_TUNING."""
-    policy = trained(micro_dir, LoraConfig(0))
-    export_adapter(policy, tmp_path / "out")
-    model = peft.PeftModel.from_pretrained(torch_qwen2.load(micro_dir), tmp_path / "out").eval()
-    ours = np.asarray(logits_of(policy, TOKENS))
-    np.testing.assert_allclose(ours, torch_qwen2.logits(model, TOKENS), atol=1e-4)
-    assert np.abs(ours - torch_qwen2.logits(torch_qwen2.load(micro_dir), TOKENS)).max() > 0.05
-    back = load_policy(micro_dir, dtype=jnp.float32, adapter=tmp_path / "out")
-    assert_trees_equal((back.lora, back.norms), (policy.lora, policy.norms))
-    assert_trees_equal(back.base_norms, load_policy(micro_dir, dtype=jnp.float32).norms)
-    with pytest.raises(ValueError, match=r"adapter_config\.json.*rank=0.*rank=2"):
-        load_policy(micro_dir, dtype=jnp.float32, lora=LoraConfig(2), adapter=tmp_path / "out")
-    config = tmp_path / "out/adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "target_modules": ["norm"]}))
-    with pytest.raises(CheckpointError, match=r"target_modules is \['norm'\].*LN_TUNING"):
-        adapter_config(tmp_path / "out")
-
-
-@pytest.mark.filterwarnings("ignore:Unsupported layer type")
-def test_norms_alone_that_peft_wrote_are_read(micro_dir, tmp_path):
-    config = peft.LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(torch_qwen2.load(micro_dir), config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "ln_tuning_layers" in name:
-                parameter.mul_(1.5)
-    model.save_pretrained(tmp_path / "theirs")
-    policy = load_policy(micro_dir, dtype=jnp.float32, adapter=tmp_path / "theirs")
-    np.testing.assert_allclose(np.asarray(logits_of(policy, TOKENS)), torch_qwen2.logits(model, TOKENS), atol=1e-4)
-
-
 def test_the_config_that_peft_reads():
-    """Alpha where none is given: the rank. Norms alone are LN_TUNING."""
+    """Alpha where none is given: the rank."""
     shared = {"base_model_name_or_path": "b", "inference_mode": True, "task_type": "CAUSAL_LM"}
     lora = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True, "use_dora": False}
     shape = {
@@ -111,8 +77,6 @@ def test_the_config_that_peft_reads():
     }
     config = LoraConfig(6, None, True, ("q_proj", "up_proj"), 0.25)
     assert peft_config(config, "b") == shared | lora | shape | {"modules_to_save": None}
-    norms = {"peft_type": "LN_TUNING", "target_modules": ["input_layernorm", "post_attention_layernorm"]}
-    assert norms_config("b") == shared | norms
 
 
 def test_an_export_names_its_base_model(micro_dir, tmp_path):
@@ -182,9 +146,9 @@ def test_an_adapter_that_is_not_finite_is_not_exported(micro_dir, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_a_policy_without_adapters_and_norms_has_nothing_to_export(micro_dir, tmp_path):
+def test_a_policy_without_adapters_has_nothing_to_export(micro_dir, tmp_path):
     with pytest.raises(ValueError, match="lora_rank 0"):
-        export_adapter(load_policy(micro_dir, lora=LoraConfig(0), dtype=jnp.float32), tmp_path / "out", norms=False)
+        export_adapter(load_policy(micro_dir, lora=LoraConfig(0), dtype=jnp.float32), tmp_path / "out")
 
 
 @pytest.fixture

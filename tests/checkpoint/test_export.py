@@ -237,25 +237,6 @@ def test_vllm_base_is_written_only_where_it_differs(tmp_path):
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
 
 
-@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # peft knows no RMSNorm's shape, and needs none
-def test_norms_alone(tmp_path):
-    """A policy without LoRA: PEFT's LN_TUNING, a base for vLLM and nothing besides, and a merged model."""
-    base = make(tmp_path / "base")
-    policy = trained(base, LoraConfig(0))
-    adapter = stored(policy, tmp_path / "adapter")
-    export(adapter, tmp_path / "peft", "peft", str(base))
-    model = peft.PeftModel.from_pretrained(torch_qwen2.load(base), tmp_path / "peft").eval()
-    ours = np.asarray(logits_of(policy, TOKENS))
-    np.testing.assert_allclose(ours, torch_qwen2.logits(model, TOKENS), atol=2e-4)
-    assert export(adapter, tmp_path / "vllm", "vllm", str(base)) == [f"vllm serve {tmp_path}/vllm/base"]
-    assert not (tmp_path / "vllm/adapter").exists()
-    np.testing.assert_allclose(ours, of_torch(tmp_path / "vllm/base"), atol=2e-4)
-    told: list[tuple[str, int, int]] = []
-    export(adapter, tmp_path / "merged", "merged", str(base), progress=lambda *call: told.append(call))
-    assert told[-1] == ("check", *[len(st.open_checkpoint(tmp_path / "merged"))] * 2)
-    assert_rounded_once(st.open_checkpoint(tmp_path / "merged"), exact(policy, dict(st.open_checkpoint(base))))
-
-
 def test_peft_loads_as_it_is(tmp_path):
     """By the base that its config names, with the tokenizer beside it."""
     base = small.bf16(tmp_path / "base", shards=1)
