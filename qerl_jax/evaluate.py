@@ -134,9 +134,10 @@ def main(argv: Sequence[str] | None = None, generate: Generate = generate) -> in
             return 0
 
         use_device_memory(config.vllm_share)
-        most, program = (1 if config.rollout_backend == "vllm" else 0), ("-m", "qerl_jax.evaluate", *words)
-        found, program = launch.sized(arguments, program, functools.partial(evaluation_fits, config), most)
-        return launch.run(found, program, evaluated, most)
+        found = arguments.of_one() if config.rollout_backend == "vllm" else arguments
+        program = "-m", "qerl_jax.evaluate", *words
+        found, program = launch.sized(found, program, functools.partial(evaluation_fits, config))
+        return launch.run(found, program, evaluated)
 
     return command.run(body, lambda: "interrupted; the same command goes on with --records, and begins anew without")
 
@@ -180,7 +181,7 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
         print(note, flush=True)
     directory = model_path(config.model)
     if config.rollout_backend == "vllm":
-        check_vllm(config, directory, "backend")
+        check_vllm(config, directory, replicas.count * replicas.tensor_parallel, "backend")
     if config.adapter and (note := formats_note(Path(config.adapter), directory, config.weight_format)):
         print(note, flush=True)
     model = model_config(directory)

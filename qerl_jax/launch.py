@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 from qerl_kernels.gpu import Gpu
@@ -53,6 +53,10 @@ class Devices:
     num_processes: int | None = None
     """Processes of all hosts."""
 
+    def of_one(self) -> Self:
+        """The flags of a command that can use one device: in place of all the first."""
+        return dataclasses.replace(self, devices="1") if self.devices == ALL else self
+
 
 @dataclasses.dataclass(frozen=True)
 class Start:
@@ -74,16 +78,19 @@ class Start:
     said: str = ""
 
 
-def start_of(given: Devices, gpus: int, most: int = 0, cluster: Any = None) -> Start:
-    """How a command with these flags starts, on a machine with so many GPUs; `most` as of `run`, `cluster` as JAX knows
-    it. Raises ConfigError for devices that are not there.
+def start_of(given: Devices, gpus: int, cluster: Any = None) -> Start:
+    """How a command with these flags starts, on a machine with so many GPUs; `cluster` as JAX knows it. Raises
+    ConfigError for devices that are not there.
     """
     place, size = _place(given), _size(given)
-    refuse_size(size, gpus, most)
+    if size < 1:
+        raise ConfigError(f"tensor_parallel_size must be at least 1, got {size}")
+    if gpus and size > gpus:
+        raise ConfigError(f"--tensor-parallel-size {size}: this machine has {_gpus(gpus)} for JAX")
     settings = {"jax_num_cpu_devices": size} if size > 1 and not gpus else {}
     if given.coordinator is not None or cluster is not None:
         return Start(1, (*place, _own_gpus(given, cluster, gpus)), size, settings)
-    number = count_of(given.devices, gpus, most, size)
+    number = count_of(given.devices, gpus, size)
     flags = f"(--devices {given.devices}{f' --tensor-parallel-size {size}' if size > 1 else ''})"
     if number > 1:
         where = f"{number * size} of {gpus} GPUs" if gpus else f"{number} processes on the CPU"
@@ -96,7 +103,7 @@ def start_of(given: Devices, gpus: int, most: int = 0, cluster: Any = None) -> S
     return Start(1, None, size, settings)
 
 
-def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int], most: int = 0) -> int:
+def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int]) -> int:
     """Exit code of a command: that of `body(replicas)` in this process where it is the only one or one of a cluster's,
     else of the processes that it starts.
 
@@ -104,11 +111,10 @@ def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int],
       given: flags.
       program: the command, behind `python`.
       body: all of it. Output and errors of the input are those of the first replica.
-      most: devices that the command can use; 0: any number.
 
     Raises ConfigError for devices that are not there.
     """
-    start = start_of(given, len(driver.gpus()), most, _cluster())
+    start = start_of(given, len(driver.gpus()), _cluster())
     for name, value in start.settings.items():
         jax.config.update(name, value)
     if start.said:
@@ -118,16 +124,14 @@ def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int],
     if start.place is None:
         return body(Replicas(tensor_parallel=start.size))
     _end_with_launcher()
-    return as_replica(dataclasses.replace(join(*start.place), tensor_parallel=start.size), body, most)
+    return as_replica(dataclasses.replace(join(*start.place), tensor_parallel=start.size), body)
 
 
-def as_replica(replicas: Replicas, body: Callable[[Replicas], int], most: int = 0) -> int:
+def as_replica(replicas: Replicas, body: Callable[[Replicas], int]) -> int:
     """Exit code of `body(replicas)` in one of several processes, which leaves the others at the end. What it prints and
-    its errors of the input are those of the first; `most` as of `run`.
+    its errors of the input are those of the first.
     """
     try:
-        if most and replicas.count > most:
-            raise ConfigError(f"{replicas.count} processes were started, this command can use {most}")
         with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(sys.stdout if replicas.is_first else nothing):
             return body(replicas)
     except (ValueError, OSError, MemoryError):
@@ -143,14 +147,14 @@ def as_replica(replicas: Replicas, body: Callable[[Replicas], int], most: int = 
             replicas.link.leave()
 
 
-def count(given: Devices, most: int = 0) -> int:
+def count(given: Devices) -> int:
     """Processes that a command with these flags has. Raises ConfigError."""
     cluster = _cluster()
     if _place(given)[0] is not None:
         return given.num_processes
     if cluster:
         return cluster.get_process_count()
-    return count_of(given.devices, len(driver.gpus()), most, _size(given))
+    return count_of(given.devices, len(driver.gpus()), _size(given))
 
 
 def _size(given: Devices) -> int:
@@ -161,7 +165,6 @@ def sized(
     given: Devices,
     program: Sequence[str],
     fits: Fits,
-    most: int = 0,
     gpus: Sequence[driver.Described] | None = None,
 ) -> tuple[Devices, list[str]]:
     """The flags and the program of a command with a `tensor_parallel_size`: where none is given, and one GPU of those
@@ -169,7 +172,7 @@ def sized(
     people. Processes that a cluster or other hands start have their GPUs already: 1, as where no number will do.
 
     Args:
-      given, program, most: as of `run`.
+      given, program: as of `run`.
       fits: what `run.memory` estimates.
       gpus: of this machine; None: as the driver says.
 
@@ -178,7 +181,7 @@ def sized(
     if given.tensor_parallel_size is not None or _place(given)[0] is not None or _cluster() is not None:
         return given, list(program)
     gpus = driver.gpus() if gpus is None else gpus
-    used = count_of(given.devices, len(gpus), most) if gpus else 1
+    used = count_of(given.devices, len(gpus)) if gpus else 1
     sizes = [1 << k for k in range(used.bit_length()) if given.devices == ALL or used % (1 << k) == 0]
     memory = usable_bytes(min((gpu.bytes for gpu in gpus), default=0))
     size = next((size for size in sizes if used > 1 and fits(memory, used // size, size, gpus[0].gpu)), 1)
@@ -191,32 +194,20 @@ def sized(
     return dataclasses.replace(given, tensor_parallel_size=size), [*program, "--tensor-parallel-size", str(size)]
 
 
-def refuse_size(size: int, gpus: int, most: int = 0) -> None:
-    """Raise ConfigError for a `--tensor-parallel-size` without so many GPUs, of those that a process sees."""
-    if size < 1:
-        raise ConfigError(f"tensor_parallel_size must be at least 1, got {size}")
-    if gpus and size > gpus:
-        raise ConfigError(f"--tensor-parallel-size {size}: this machine has {_gpus(gpus)} for JAX")
-    if most and size > most:
-        raise ConfigError(f"--tensor-parallel-size {size}: this command can use {_gpus(most)}")
-
-
 def _gpus(count: int) -> str:
     return f"{count} GPU{'s' if count > 1 else ''}"
 
 
-def count_of(devices: str, gpus: int, most: int = 0, size: int = 1) -> int:
+def count_of(devices: str, gpus: int, size: int = 1) -> int:
     """Processes for `--devices`, on a machine with so many GPUs, of which each process has `size`. Raises
     ConfigError.
     """
     if devices == ALL:
-        return max((min(gpus, most) if most and gpus else gpus) // size, 1)
+        return max(gpus // size, 1)
     if not devices.isdecimal() or int(devices) < 1:
         raise ConfigError(f'devices must be "{ALL}" or a number from 1, got {devices!r}')
     if gpus and int(devices) > gpus:
         raise ConfigError(f"--devices {devices}: this machine has {_gpus(gpus)} for JAX")
-    if most and int(devices) > most:
-        raise ConfigError(f"--devices {devices}: this command can use {most}")
     if int(devices) % size and gpus:
         raise ConfigError(f"--devices {devices} is no multiple of --tensor-parallel-size {size}")
     return int(devices) // size if gpus else int(devices)

@@ -222,12 +222,12 @@ def main(argv: list[str] | None = None, gpus: Sequence[driver.Described] | None 
         found, config = _parsed(words)
         output.append(Path(config.output_dir))
         use_device_memory(config.vllm_share)
-        most = 1 if config.rollout_backend == "vllm" else 0
+        found = found.of_one() if config.rollout_backend == "vllm" else found
         program = "-m", "qerl_jax.train", *words
-        found, program = launch.sized(found, program, functools.partial(run_fits, config), most, gpus)
+        found, program = launch.sized(found, program, functools.partial(run_fits, config), gpus)
         if found.dry_run:
             config = with_rewards(config)
-            sizes = launch.count(found, most), found.tensor_parallel_size or 1
+            sizes = launch.count(found), found.tensor_parallel_size or 1
             check(config, *sizes)
             show_dry_run(config, Console(highlight=False), *sizes)
             return 0
@@ -236,7 +236,7 @@ def main(argv: list[str] | None = None, gpus: Sequence[driver.Described] | None 
             state = train(config, replicas=replicas)
             return 0 if int(state.step) == state.config.num_rollouts else command.STOPPED
 
-        return launch.run(found, program, trained, most)
+        return launch.run(found, program, trained)
 
     return command.run(body, lambda: interrupted(*output))
 

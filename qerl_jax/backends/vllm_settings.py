@@ -14,15 +14,19 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values that max_lora_rank may hav
 MOST_SEQUENCES = 256  # decoded together
 
 
-def check(config: Config, base: Path, command: str = "rollout_backend") -> None:
-    """Raise ConfigError where vLLM is missing or another version, or would compute another policy than the trainer.
+def check(config: Config, base: Path, devices: int = 1, command: str = "rollout_backend") -> None:
+    """Raise ConfigError where vLLM is missing or another version, or would compute another policy than the trainer; and
+    for several devices.
 
     Args:
       config: settings; `config.checks` has refused those that contradict each other.
       base: directory of the model.
+      devices: of the run.
       command: name of the setting that asks for vLLM.
     """
     asked = f"{command} 'vllm'"
+    if devices > 1:
+        raise ConfigError(f"{asked} uses one GPU, this run has {devices}: --devices 1")
     refuse_version(next((found.version for found in importlib.metadata.distributions(name="vllm")), None), asked)
     stored = hf_config.stored_quantization(base)
     if stored is not None and stored.layout.name == "modelopt":

@@ -274,9 +274,7 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
             f"max_prompt_length of at most {room}"
         )
     if config.rollout_backend == "vllm":
-        if (devices := processes * tensor_parallel) > 1:
-            raise ConfigError(f"rollout_backend 'vllm' uses one GPU, this run has {devices}: --devices 1")
-        check_vllm(config, directory)
+        check_vllm(config, directory, processes * tensor_parallel)
 
 
 def with_prompt_length(config: Config, console: Console) -> Config:

@@ -269,6 +269,8 @@ def test_weights_that_vllm_would_compute_otherwise_are_refused(stand_in, base, t
     check(Config(weight_format="nvfp4"), base)
     plain = small.bf16(tmp_path / "plain")
     check(Config(), plain)
+    with pytest.raises(ConfigError, match="backend 'vllm' uses one GPU, this run has 2: --devices 1"):
+        check(Config(), plain, 2, "backend")
     with pytest.raises(
         ConfigError, match=r"cannot run weight_format 'nf4', quantized while loading.*qerl_jax\.quantize"
     ):

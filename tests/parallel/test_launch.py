@@ -39,28 +39,28 @@ def length(*, completions, **_):
 
 @pytest.mark.parametrize(("devices", "gpus", "count"), [("all", 8, 4), ("all", 3, 1), ("all", 0, 1), ("2", 0, 2)])
 def test_processes_with_two_devices_each(devices, gpus, count):
-    assert launch.count_of(devices, gpus, 0, 2) == count
+    assert launch.count_of(devices, gpus, 2) == count
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "most", "fitting", "size"),
+    ("given", "gpus", "fitting", "size"),
     [
-        ({}, 8, 0, {1, 2, 4, 8}, 1),
-        ({}, 8, 0, {4, 8}, 4),
-        ({}, 6, 0, {4}, 4),
-        ({"devices": "6"}, 8, 0, {4}, 1),  # no multiple of 4
-        ({"devices": "6"}, 8, 0, {2, 4}, 2),
-        ({"devices": "4"}, 8, 0, {4}, 4),
-        ({"devices": "2"}, 8, 0, {4}, 1),
-        ({}, 1, 0, {2}, 1),
-        ({}, 0, 0, {2}, 1),
-        ({}, 8, 1, {2}, 1),
-        ({}, 8, 0, set(), 1),  # the run is refused
-        ({"tensor_parallel_size": 2}, 8, 0, {4}, 2),
-        ({"coordinator": "a:1", "process_id": 0, "num_processes": 8}, 8, 0, {2}, 1),
+        ({}, 8, {1, 2, 4, 8}, 1),
+        ({}, 8, {4, 8}, 4),
+        ({}, 6, {4}, 4),
+        ({"devices": "6"}, 8, {4}, 1),  # no multiple of 4
+        ({"devices": "6"}, 8, {2, 4}, 2),
+        ({"devices": "4"}, 8, {4}, 4),
+        ({"devices": "2"}, 8, {4}, 1),
+        ({}, 1, {2}, 1),
+        ({}, 0, {2}, 1),
+        ({"devices": "1"}, 8, {2}, 1),
+        ({}, 8, set(), 1),  # the run is refused
+        ({"tensor_parallel_size": 2}, 8, {4}, 2),
+        ({"coordinator": "a:1", "process_id": 0, "num_processes": 8}, 8, {2}, 1),
     ],
 )
-def test_layers_are_divided_where_one_gpu_does_not_suffice(given, gpus, most, fitting, size, capsys):
+def test_layers_are_divided_where_one_gpu_does_not_suffice(given, gpus, fitting, size, capsys):
     """Over the fewest with which the estimate fits JAX's share of the smallest GPU; what is started is told."""
     asked = []
 
@@ -71,7 +71,7 @@ def test_layers_are_divided_where_one_gpu_does_not_suffice(given, gpus, most, fi
     usable = usable_bytes(80 * 10**9)
     machine = [driver.Described(H200, (80 + number) * 10**9) for number in range(gpus)]
     given = launch.Devices(**given)
-    found, program = launch.sized(given, ["-m", "program"], fits, most, machine)
+    found, program = launch.sized(given, ["-m", "program"], fits, machine)
     assert launch._size(found) == size and set(asked) <= {(usable, True, H200)}
     is_chosen = given.tensor_parallel_size is None and size > 1
     assert program == ["-m", "program", *(["--tensor-parallel-size", str(size)] if is_chosen else [])]
@@ -98,16 +98,15 @@ def test_a_process_takes_neighbouring_gpus(index, own):
 
 
 @pytest.mark.parametrize(
-    ("size", "most", "said"),
+    ("size", "said"),
     [
-        (4, 0, "--tensor-parallel-size 4: this machine has 2 GPUs for JAX"),
-        (2, 1, "--tensor-parallel-size 2: this command can use 1 GPU"),
-        (0, 0, "tensor_parallel_size must be at least 1, got 0"),
+        (4, "--tensor-parallel-size 4: this machine has 2 GPUs for JAX"),
+        (0, "tensor_parallel_size must be at least 1, got 0"),
     ],
 )
-def test_sizes_of_a_replica_that_are_not_there(size, most, said):
+def test_sizes_of_a_replica_that_are_not_there(size, said):
     with pytest.raises(ConfigError) as error:
-        launch.start_of(launch.Devices(tensor_parallel_size=size), 2, most)
+        launch.start_of(launch.Devices(tensor_parallel_size=size), 2)
     assert str(error.value) == said
 
 
@@ -131,18 +130,17 @@ def test_runs_that_cannot_be_divided(flags, said, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("devices", "gpus", "most", "said"),
+    ("devices", "gpus", "said"),
     [
-        ("8", 2, 0, "--devices 8: this machine has 2 GPUs for JAX"),
-        ("2", 8, 1, "--devices 2: this command can use 1"),
-        ("0", 8, 0, "devices must be \"all\" or a number from 1, got '0'"),
-        ("two", 8, 0, "devices must be \"all\" or a number from 1, got 'two'"),
-        ("3", 8, 0, "--devices 3 is no multiple of --tensor-parallel-size 2"),
+        ("8", 2, "--devices 8: this machine has 2 GPUs for JAX"),
+        ("0", 8, "devices must be \"all\" or a number from 1, got '0'"),
+        ("two", 8, "devices must be \"all\" or a number from 1, got 'two'"),
+        ("3", 8, "--devices 3 is no multiple of --tensor-parallel-size 2"),
     ],
 )
-def test_devices_that_are_not_there(devices, gpus, most, said):
+def test_devices_that_are_not_there(devices, gpus, said):
     with pytest.raises(ConfigError) as error:
-        launch.count_of(devices, gpus, most, 2)
+        launch.count_of(devices, gpus, 2)
     assert str(error.value) == said
 
 
@@ -161,47 +159,46 @@ ALONE, FIRST = launch.Start(), {"jax_cuda_visible_devices": "0"}
 
 
 @pytest.mark.parametrize(
-    ("given", "gpus", "most", "start"),
+    ("given", "gpus", "start"),
     [
-        ({}, 8, 0, launch.Start(8, said=f"8 of 8 GPUs (--devices all), a process each: {SHARED}")),
-        ({"devices": "3"}, 8, 0, launch.Start(3, said=f"3 of 8 GPUs (--devices 3), a process each: {SHARED}")),
+        ({}, 8, launch.Start(8, said=f"8 of 8 GPUs (--devices all), a process each: {SHARED}")),
+        ({"devices": "3"}, 8, launch.Start(3, said=f"3 of 8 GPUs (--devices 3), a process each: {SHARED}")),
         (
-            {"devices": "6", "tensor_parallel_size": 2}, 8, 0,
+            {"devices": "6", "tensor_parallel_size": 2}, 8,
             launch.Start(
                 3, None, 2, {},
                 f"6 of 8 GPUs (--devices 6 --tensor-parallel-size 2), 3 processes with 2 each: {SHARED}",
             ),
         ),
         (
-            {"devices": "4", "tensor_parallel_size": 4}, 8, 0,
+            {"devices": "4", "tensor_parallel_size": 4}, 8,
             launch.Start(
                 1, None, 4, {"jax_cuda_visible_devices": "0,1,2,3"},
                 "4 of 8 GPUs (--devices 4 --tensor-parallel-size 4), which share the layers",
             ),
         ),
-        ({"devices": "1"}, 8, 0, launch.Start(settings=FIRST, said="1 of 8 GPUs (--devices 1)")),
-        ({}, 8, 1, launch.Start(settings=FIRST, said="1 of 8 GPUs (--devices all)")),
-        ({}, 1, 0, ALONE),
-        ({}, 0, 0, ALONE),
+        ({"devices": "1"}, 8, launch.Start(settings=FIRST, said="1 of 8 GPUs (--devices 1)")),
+        ({}, 1, ALONE),
+        ({}, 0, ALONE),
         (
-            {"devices": "3"}, 0, 0,
+            {"devices": "3"}, 0,
             launch.Start(3, said=f"3 processes on the CPU (--devices 3), a process each: {SHARED}"),
         ),
-        ({"tensor_parallel_size": 2}, 0, 0, launch.Start(1, None, 2, {"jax_num_cpu_devices": 2})),
+        ({"tensor_parallel_size": 2}, 0, launch.Start(1, None, 2, {"jax_num_cpu_devices": 2})),
         (
-            {"coordinator": "a:1", "process_id": 1, "num_processes": 2, "tensor_parallel_size": 2}, 4, 0,
+            {"coordinator": "a:1", "process_id": 1, "num_processes": 2, "tensor_parallel_size": 2}, 4,
             launch.Start(1, ("a:1", 1, 2, range(2, 4)), 2),
         ),
     ],
 )  # fmt: skip
-def test_a_command_says_which_gpus_it_takes_and_takes_them(given, gpus, most, start):
+def test_a_command_says_which_gpus_it_takes_and_takes_them(given, gpus, start):
     """A number of processes, the first GPUs in this one, or those of its place among others."""
-    assert launch.start_of(launch.Devices(**given), gpus, most) == start
+    assert launch.start_of(launch.Devices(**given), gpus) == start
 
 
 def test_the_cluster_that_started_a_process_gives_its_place():
     cluster = types.SimpleNamespace(get_local_process_id=lambda: 2)
-    start = launch.start_of(launch.Devices(devices="3"), 4, 0, cluster)
+    start = launch.start_of(launch.Devices(devices="3"), 4, cluster)
     assert start == launch.Start(place=(None, None, None, range(2, 3)))
 
 
@@ -228,9 +225,13 @@ def test_the_first_of_several_processes_speaks_for_all(error, code, capsys):
             assert launch.as_replica(Replicas(index, 2, link), body) == code
         assert link.has_left
     assert capsys.readouterr().out == "from 0\n"
-    with pytest.raises(ConfigError, match="2 processes were started, this command can use 1"):
-        launch.as_replica(Replicas(0, 2), body, 1)
-    assert launch.as_replica(Replicas(0, 1, ThreadLink(Store(), 0, 1)), lambda replicas: 7, 1) == 7
+    assert launch.as_replica(Replicas(0, 1, ThreadLink(Store(), 0, 1)), lambda replicas: 7) == 7
+
+
+def test_a_command_for_one_device_takes_the_first_of_all():
+    one = launch.Devices().of_one()
+    assert launch.start_of(one, 8) == launch.Start(settings=FIRST, said="1 of 8 GPUs (--devices 1)")
+    assert launch.start_of(one, 0) == ALONE and launch.Devices(devices="2").of_one().devices == "2"
 
 
 @pytest.mark.parametrize("index", [-1, 2])
