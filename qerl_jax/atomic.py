@@ -81,10 +81,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, sync: bool = True) -> None:
-    """Replace a file in one step, so that a kill or a full disk leaves the old one; with `sync` also a loss of power,
-    for which it waits for the disk. A link stays, and its target is replaced. A device or a pipe is written to. Raises
-    OSError naming the path.
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step, so that a kill, a full disk or a loss of power, for which it waits for the disk,
+    leaves the old one. A link stays, and its target is replaced. A device or a pipe is written to. Raises OSError
+    naming the path.
     """
     with naming(path):
         if path.exists() and not path.is_file():
@@ -98,8 +98,7 @@ def write_text(path: Path, text: str, sync: bool = True) -> None:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            if sync:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         os.replace(temporary, target)
 
 
@@ -145,6 +144,6 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 400 else f"{text[:200]} … {text[-200:]}"
 
 
-def write_json(path: Path, value: Any, sync: bool = True) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file in one step, as `write_text` does."""
-    write_text(path, json.dumps(value, indent=2) + "\n", sync)
+    write_text(path, json.dumps(value, indent=2) + "\n")

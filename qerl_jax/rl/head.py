@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from qerl_jax.buckets import bucket_of_columns, bucket_of_rows
-from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import rounded
 from qerl_jax.models.modules import final_norm
@@ -46,11 +45,6 @@ class HeadShape:
     model: ModelConfig
     dtype: str
     chunk: int
-
-    @classmethod
-    def of(cls, model: ModelConfig, dtype: str, config: Config) -> HeadShape:
-        """That of a config."""
-        return cls(model, dtype, config.logprob_chunk_size)
 
 
 @program(static_argnames=("loss_type", "limit", "room"))

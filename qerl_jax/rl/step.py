@@ -89,7 +89,18 @@ def grpo_step(
     plan = make_update_plan(state, frozen, longest=batch.tokens.shape[1]) if plan is None else plan
     drawn = batch.tokens.shape[0] // state.config.num_generations if drawn is None else drawn
     state, frozen, batch = settled((state, frozen, batch))
-    work = Work.of(state, frozen, batch, plan, token_loss, with_reference, replicas)
+    config, dtype = state.config, frozen["embed_tokens"].dtype.name
+    work = Work(
+        plan=plan,
+        keeps=plan.layers(state.model.num_layers),
+        shape=layer.LayerShape(state.model, dtype, plan.pack),
+        head_shape=head.HeadShape(state.model, dtype, config.logprob_chunk_size),
+        loss=LossSettings.of(config, token_loss),
+        needs_reference=with_reference or config.beta > 0,
+        frozen=frozen,
+        batch=batch,
+        replicas=replicas,
+    )
     try:
         return jax.block_until_ready(_step(state, work, drawn))  # a lack of memory may show only here
     except jax.errors.JaxRuntimeError as error:
@@ -148,26 +159,7 @@ class Work(NamedTuple):
     needs_reference: bool
     frozen: Any
     batch: Batch
-    replicas: Replicas = ALONE
-
-    @classmethod
-    def of(
-        cls,
-        state: TrainState,
-        frozen: Any,
-        batch: Batch,
-        plan: UpdatePlan,
-        token_loss: TokenLoss | None,
-        with_reference: bool,
-        replicas: Replicas = ALONE,
-    ) -> Work:
-        """That of `grpo_step`'s arguments."""
-        config: Config = state.config
-        dtype = frozen["embed_tokens"].dtype.name
-        shape = layer.LayerShape(state.model, dtype, plan.pack)
-        head_shape, loss = head.HeadShape.of(state.model, dtype, config), LossSettings.of(config, token_loss)
-        keeps, needs_reference = plan.layers(state.model.num_layers), with_reference or config.beta > 0
-        return cls(plan, keeps, shape, head_shape, loss, needs_reference, frozen, batch, replicas)
+    replicas: Replicas
 
     def layer_shape(self, kind: PackShape) -> layer.LayerShape:
         """What the layers' programs are compiled for in a kind of micro-batch."""

@@ -146,8 +146,8 @@ def memory_table(memory: MemoryEstimate, config: Config, devices: int = 1) -> Ta
     row("decode step: logits and sampling", own.logits, None, other.logits)
     row("gradient", None, memory.gradient)
     plan = memory.update_plan
-    row(f"activations of {plan.pack.tokens} tokens, {recomputation(plan)}", None, memory.activations)
-    row("a layer's backward pass, or the head", None, memory.working)
+    row(f"activations of {plan.pack.tokens} tokens, {recomputation(plan)}", None, plan.kept_bytes)
+    row("a layer's backward pass, or the head", None, plan.working_bytes)
     table.add_section()
     row("peak, about", memory.rollout_peak, memory.update_peak, memory.evaluation_peak)
     return table

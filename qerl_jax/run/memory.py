@@ -75,9 +75,7 @@ class MemoryEstimate:
       rollout, evaluation: what sampling takes in training and in an evaluation.
       gradient: gradient of the trained trees.
       update_state: gradient and next state, which stand beside the last state once all activations are freed.
-      update_plan: shape of a micro-batch, and the number of layers that recompute.
-      activations: activations that the layers keep on the device for their backward pass.
-      working: most that the update takes besides at one time: for a layer's backward pass or the head.
+      update_plan: shape of a micro-batch, the number of layers that recompute, and the bytes of both.
     """
 
     weights: int
@@ -88,8 +86,6 @@ class MemoryEstimate:
     gradient: int
     update_state: int
     update_plan: UpdatePlan
-    activations: int
-    working: int
 
     @property
     def rollout_peak(self) -> int:
@@ -105,7 +101,8 @@ class MemoryEstimate:
     @property
     def update_peak(self) -> int:
         """Peak during the update."""
-        return self.weights + self.state + max(self.gradient + self.activations + self.working, self.update_state)
+        plan = self.update_plan
+        return self.weights + self.state + max(self.gradient + plan.kept_bytes + plan.working_bytes, self.update_state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +281,7 @@ def _oversized(memory: MemoryEstimate, config: Config, device_bytes: float) -> s
             f"than is left of {limit}{remedy}"
         )
     if update.lacking_bytes:
-        held, activations = memory.weights + memory.state + memory.gradient, memory.activations + memory.working
+        held, activations = memory.weights + memory.state + memory.gradient, update.kept_bytes + update.working_bytes
         held, activations, lacking, limit = (
             f"{count / 1e9:.1f} GB" for count in (held, activations, update.lacking_bytes, device_bytes)
         )
@@ -352,6 +349,4 @@ def estimate_memory(
         gradient=trained,
         update_state=2 * trained + on_device(state.opt_state),
         update_plan=update,
-        activations=update.kept_bytes,
-        working=update.working_bytes,
     )

@@ -72,7 +72,7 @@ def abstract_update(config: Config, model: ModelConfig) -> tuple[Policy, TrainSt
 def estimate(policy: Policy, state: TrainState, config: Config) -> int:
     """What the dry run says the update takes besides its arguments and the gradient."""
     planned = memory.estimate_memory(policy, state, config)
-    return planned.activations + planned.working
+    return planned.update_plan.kept_bytes + planned.update_plan.working_bytes
 
 
 def kept_bytes(state: TrainState, frozen: Any, batch: Batch) -> int:

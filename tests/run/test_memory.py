@@ -273,7 +273,8 @@ def test_every_array_of_a_7b_run_by_hand():
     )
     own = planned.rollout
     assert planned.rollout_peak == planned.weights + planned.state + own.cache + max(own.logits, own.prefill)
-    beside = max(planned.gradient + planned.activations + planned.working, planned.update_state)
+    plan = planned.update_plan
+    beside = max(planned.gradient + plan.kept_bytes + plan.working_bytes, planned.update_state)
     assert planned.update_peak == planned.weights + planned.state + beside
     # A prefill of 8192 tokens: the residual stream and attention's addition, gate and up, their input, their products
     # and adapters in fp32, and their weight.
@@ -281,9 +282,9 @@ def test_every_array_of_a_7b_run_by_hand():
     # The forward pass of the last layer: the residual stream behind it, its normed input and h in bf16, the products of
     # gate and up and their adapters in fp32, and the weight of gate and up, dequantized to bf16.
     tokens = planned.update_plan.pack.tokens
-    assert planned.working == tokens * (4 * d + 2 * (d + f) + 2 * 4 * (2 * f)) + 2 * (2 * f) * d
+    assert planned.update_plan.working_bytes == tokens * (4 * d + 2 * (d + f) + 2 * 4 * (2 * f)) + 2 * (2 * f) * d
     assert planned.update_plan.pack == by_kernels.update_plan.pack
-    assert planned.working > by_kernels.working
+    assert planned.update_plan.working_bytes > by_kernels.update_plan.working_bytes
     # Each of two devices has half of gate, up and h, and beside the residual stream and attention's addition what is
     # summed over both. A rollout has two prompts of up to 256 tokens, an evaluation more.
     assert by_kernels.rollout.prefill == 8192 * (2 * 4 * d + 2 * 3 * f)
@@ -301,7 +302,7 @@ def test_an_update_works_in_the_memory_of_a_layer_or_of_the_head():
     fixed |= {"batch_size": 64, "max_prompt_length": 256, "max_completion_length": 256}
 
     def working(chunk: int) -> int:
-        return memory_report(Config(model=shape, logprob_chunk_size=chunk, **fixed)).memory.working
+        return memory_report(Config(model=shape, logprob_chunk_size=chunk, **fixed)).memory.update_plan.working_bytes
 
     assert working(1) == working(256)
     assert working(8192) - working(4096) == 4096 * vocab * (4 + 2)
@@ -317,7 +318,7 @@ def test_activations_are_the_arrays_that_the_layers_keep(tmp_path, dtype, missin
     plan = make_update_plan(state, policy.frozen, longest=batch.tokens.shape[1])
     residual_stream = 4 * plan.pack.tokens * state.model.hidden_size
     arrays = state.model.num_layers * (memory_for_h200.kept_bytes(state, policy.frozen, batch) + residual_stream)
-    planned = memory_report(config).memory.activations
+    planned = memory_report(config).memory.update_plan.kept_bytes
     assert plan.recomputed == 0 and arrays <= planned <= (1 + missing) * arrays
 
 
@@ -330,7 +331,8 @@ def test_what_is_planned_fits_the_device(tmp_path):
     plans = []
     for limit in (4e6, 8e6, 16e6, 32e6, 64e6):
         planned = memory.estimate_memory(policy, state, config, limit)
-        used = planned.weights + planned.state + planned.gradient + planned.activations + planned.working
+        plan = planned.update_plan
+        used = planned.weights + planned.state + planned.gradient + plan.kept_bytes + plan.working_bytes
         assert used <= 0.94 * limit + planned.update_plan.lacking_bytes + 1
         assert used > 0.94 * limit - 6e6 or planned.update_plan.pack.suffixes == 16
         plan = planned.update_plan
@@ -423,12 +425,13 @@ def test_the_parameters_of_a_dry_run_have_every_number_in_its_place():
 
 def test_the_table_of_a_dry_run_has_every_number_in_its_place():
     gigabytes = {
-        "weights": 1, "state": 2, "copy": 4, "gradient": 256, "update_state": 512, "activations": 1024, "working": 2048,
+        "weights": 1, "state": 2, "copy": 4, "gradient": 256, "update_state": 512,
     }  # fmt: skip
     counts = {name: number * 10**9 for name, number in gigabytes.items()}
     counts["rollout"] = RolloutMemory(6, cache=16 * 10**9, prefill=127 * 10**9, logits=128 * 10**9)
     counts["evaluation"] = RolloutMemory(3, cache=32 * 10**9, prefill=65 * 10**9, logits=64 * 10**9)
-    memory = MemoryEstimate(**counts, update_plan=UpdatePlan(PackShape(64, 1, 1, 64, 32, 32), 0, 0, 0, 0))
+    plan = UpdatePlan(PackShape(64, 1, 1, 64, 32, 32), 0, 0, 1024 * 10**9, 2048 * 10**9)
+    memory = MemoryEstimate(**counts, update_plan=plan)
     what, *numbers = ([str(cell) for cell in column.cells] for column in memory_table(memory, Config()).columns)
     found = dict(zip(what, zip(*numbers, strict=True), strict=True))
     assert {name: [cell.removesuffix(".000 GB") for cell in row] for name, row in found.items()} == {
