@@ -35,7 +35,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -238,10 +238,5 @@ def _show(rows: Sequence[Deviation], bounds: Sequence[float]) -> int:
     return 1 if beyond else 0
 
 
-def program() -> NoReturn:
-    """The process of the command line."""
-    command.end(main)
-
-
 if __name__ == "__main__":
-    program()
+    command.end(main)

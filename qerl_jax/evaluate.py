@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -324,10 +324,5 @@ def _sampler(
     return lambda prompts, key: engine.sample(prompts, sampling, key)
 
 
-def program() -> NoReturn:
-    """The process of the command line."""
-    command.end(main)
-
-
 if __name__ == "__main__":
-    program()
+    command.end(main)

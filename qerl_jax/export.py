@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -367,10 +367,5 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def program() -> NoReturn:
-    """The process of the command line."""
-    command.end(main)
-
-
 if __name__ == "__main__":
-    program()
+    command.end(main)

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from qerl_jax import command
 from qerl_jax.checkpoint.assets import model_path
@@ -64,10 +64,5 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def program() -> NoReturn:
-    """The process of the command line."""
-    command.end(main)
-
-
 if __name__ == "__main__":
-    program()
+    command.end(main)

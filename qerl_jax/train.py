@@ -16,7 +16,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -305,10 +305,5 @@ def interrupted(output: Path | None = None) -> str:
     return f"interrupted; the newest checkpoint is that of step {saved}, resume from it with\n{resume_command(output)}"
 
 
-def program() -> NoReturn:
-    """The process of the command line."""
-    command.end(main)
-
-
 if __name__ == "__main__":
-    program()
+    command.end(main)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -148,10 +147,5 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def program() -> NoReturn:
-    """The process of the command line."""
-    command.end(main)
-
-
 if __name__ == "__main__":
-    program()
+    command.end(main)
