@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from qerl_kernels.decode_prologue.api import MAX_TOKENS, lora_prologue, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm
 from qerl_kernels.nvfp4_matmul.route import Route, route
 
+from qerl_jax.models.executor import PlainExecutor
 from qerl_jax.models.formats import Dense, PackedNvfp4
 from qerl_jax.models.lora import concat_lora_a
 from qerl_jax.models.modules import Projection, RMSNorm
@@ -41,7 +41,7 @@ def can_fuse_decode(projections: Iterable[Projection], batch: int) -> bool:
     )
 
 
-class FusedDecodeExecutor:
+class FusedDecodeExecutor(PlainExecutor):
     """Runs one token a sequence; x is [B, features]. No gradients, not batch-invariant."""
 
     def start(self, x: Float32[Array, "B D"]) -> DeferredResidual:
@@ -75,10 +75,6 @@ class FusedDecodeExecutor:
         x, waiting = residual
         assert waiting is None
         return x, delta
-
-    def normalize(self, norm: RMSNorm, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """`norm(x)`, of x in fp32."""
-        return norm(x.astype(jnp.float32))
 
     def finish(self, norm: RMSNorm, residual: DeferredResidual) -> Float[Array, "B D"]:
         """`norm(x + delta)`."""

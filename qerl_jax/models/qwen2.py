@@ -29,7 +29,7 @@ from qerl_jax.models.attention import (
 )
 from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import HEAD_NORMS, LAYER_NORMS, ModelConfig
-from qerl_jax.models.executor import PLAIN_EXECUTOR, Executor, PlainExecutor, Residual
+from qerl_jax.models.executor import PLAIN_EXECUTOR, PlainExecutor, Residual
 from qerl_jax.models.modules import Frozen, Norm, Projection, RMSNorm, final_norm
 from qerl_jax.partition import DIVISIONS
 from qerl_jax.types import Policy
@@ -46,7 +46,7 @@ class Attention(nnx.Module):
         )
         self.config = config
 
-    def normalized(self, qkv: Float[Array, "*B M"], executor: Executor = PLAIN_EXECUTOR) -> Float[Array, "*B M"]:
+    def normalized(self, qkv: Float[Array, "*B M"], executor: PlainExecutor = PLAIN_EXECUTOR) -> Float[Array, "*B M"]:
         """q, k and v side by side, M = (N + 2 K)·H, with the norms of the heads of q and k where the model has them."""
         if self.q_norm is None:
             return qkv
@@ -106,7 +106,7 @@ class DecoderLayer(nnx.Module):
         angles: Float32[Array, "*B A"],
         attention: AttentionFn,
         cache: Any = None,
-        executor: Executor = PLAIN_EXECUTOR,
+        executor: PlainExecutor = PLAIN_EXECUTOR,
     ) -> tuple[Residual, Any]:
         """`x + o(attention(qkv(norm(x))))`, then `x + down(swiglu(gate_up(norm(x))))`.
 
@@ -126,7 +126,9 @@ class DecoderLayer(nnx.Module):
         residual, gate_up = self.gate_up(residual, executor)
         return executor.add(residual, self.down(gate_up, executor)), cache
 
-    def qkv(self, residual: Residual, executor: Executor = PLAIN_EXECUTOR) -> tuple[Residual, Float[Array, "*B M"]]:
+    def qkv(
+        self, residual: Residual, executor: PlainExecutor = PLAIN_EXECUTOR
+    ) -> tuple[Residual, Float[Array, "*B M"]]:
         """The residual stream, in the form that the next operation reads, and q, k and v side by side, M = (N + 2 K)·H;
         the heads of q and k normalized where the model has such norms.
         """
@@ -134,16 +136,18 @@ class DecoderLayer(nnx.Module):
         return residual, self.self_attn.normalized(qkv, executor)
 
     def attention_out(
-        self, attended: Float[Array, "*B N H"], executor: Executor = PLAIN_EXECUTOR
+        self, attended: Float[Array, "*B N H"], executor: PlainExecutor = PLAIN_EXECUTOR
     ) -> Float[Array, "*B D"]:
         """What attention adds to the residual stream."""
         return executor.project(self.self_attn.o_proj, attended.reshape(*attended.shape[:-2], -1))
 
-    def gate_up(self, residual: Residual, executor: Executor = PLAIN_EXECUTOR) -> tuple[Residual, Float[Array, "*B E"]]:
+    def gate_up(
+        self, residual: Residual, executor: PlainExecutor = PLAIN_EXECUTOR
+    ) -> tuple[Residual, Float[Array, "*B E"]]:
         """The residual stream, in the form that the next operation reads, and gate and up side by side, E = 2 F."""
         return executor.norm_project(self.post_attention_layernorm, self.mlp.gate_up_proj, residual)
 
-    def down(self, gate_up: Float[Array, "*B E"], executor: Executor = PLAIN_EXECUTOR) -> Float[Array, "*B D"]:
+    def down(self, gate_up: Float[Array, "*B E"], executor: PlainExecutor = PLAIN_EXECUTOR) -> Float[Array, "*B D"]:
         """What the MLP adds to the residual stream."""
         return executor.swiglu_project(self.mlp.down_proj, gate_up)
 
@@ -247,7 +251,7 @@ class Qwen2(nnx.Module):
         head = (self.embed_tokens if self.lm_head is None else self.lm_head).get_value()
         return fp32_matmul(hidden, head.T)
 
-    def _decode_executor(self, batch: int, batch_invariant: bool) -> Executor:
+    def _decode_executor(self, batch: int, batch_invariant: bool) -> PlainExecutor:
         # Batch-invariant decode is always plain: a larger batch may not fit the fused kernels, and the plain operations
         # sum in another order.
         if not batch_invariant and fused_decode.can_fuse_decode(self.projections(), batch):
@@ -260,7 +264,7 @@ class Qwen2(nnx.Module):
         positions: Int[Array, "*B"],
         attention: AttentionFn,
         caches: Sequence[Any] | None = None,
-        executor: Executor = PLAIN_EXECUTOR,
+        executor: PlainExecutor = PLAIN_EXECUTOR,
         seen: list[Residual] | None = None,
     ) -> tuple[Float[Array, "*B D"], list[Any]]:
         """Final hidden states of tokens at their positions, and the cache that `attention` returns for each layer. The
