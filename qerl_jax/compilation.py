@@ -110,8 +110,7 @@ def settled(tree: Any) -> Any:
     JAX compiles a program anew where one argument is committed that was not before, and the results of one committed
     argument all are.
 
-    Args:
-      tree: arrays; tracers stay as they are, and so does all where some are committed to several devices.
+    All stays as it is where some are committed to several devices.
     """
     leaves = jax.tree.leaves(tree)
     are_committed = [is_committed(leaf) for leaf in leaves]  # once for each: every update asks for thousands
@@ -120,9 +119,8 @@ def settled(tree: Any) -> Any:
     if len(shardings) != 1 or all(are_committed):
         return tree
     [sharding] = shardings
-    stay = [stays or isinstance(leaf, jax.core.Tracer) for leaf, stays in zip(leaves, are_committed, strict=True)]
-    moved = iter(_commit([leaf for leaf, stays in zip(leaves, stay, strict=True) if not stays], sharding))
-    staying = iter(stay)
+    moved = iter(_commit([leaf for leaf, stays in zip(leaves, are_committed, strict=True) if not stays], sharding))
+    staying = iter(are_committed)
     return jax.tree.map(lambda leaf: leaf if next(staying) else next(moved), tree)
 
 

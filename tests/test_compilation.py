@@ -125,9 +125,3 @@ def test_arrays_are_committed_where_some_are():
     assert settled([*parts, tree["a"]])[2].sharding == parts[1].sharding  # whole on each device
     several = [*parts, fixed, tree["a"]]
     assert settled(several) is several
-
-    def traced(leaf):
-        assert settled([leaf, fixed])[0] is leaf
-        return leaf
-
-    jax.eval_shape(traced, tree["a"])

@@ -14,7 +14,7 @@ import pytest
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import WEIGHT_FORMATS
-from qerl_jax.programs import record
+from qerl_jax.programs import record, shapes_of
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
@@ -45,7 +45,8 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
     policy, state = abstract_trees(MODEL, stored, config)
     flat, tokens = jnp.zeros(ROWS, jnp.int32), jnp.zeros((ROWS, 2 * WIDTH), jnp.int32)
     rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
-    programs = [jax.jit(grpo_step).lower(state, policy.frozen, make_batch(rollout, jnp.zeros(ROWS)))]
+    step = record(grpo_step, state, policy.frozen, shapes_of(make_batch(rollout, jnp.zeros(ROWS))))
+    texts, programs = [[line for each in step for line in products(each.traced.lower())]], []
     shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, ROWS, 0)
     prompt_cache, slots = jax.eval_shape(lambda: decode.allocate_jit(jax.random.key(0), MODEL, policy.dtype, shapes))
     policy = policy.replace(lora=jax.eval_shape(decode.cast_lora, policy))
@@ -56,7 +57,6 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
         programs.append(
             decode.decode_chunk.lower(policy, prompt_cache, slots, Sampling(WIDTH).distribution, 2, invariant)
         )
-    for program in programs:
-        found = products(program)
+    for found in [*texts, *map(products, programs)]:
         assert len(found) >= 20  # a layer: four weights, seven adapters, scores and values
         assert all("precision = [HIGHEST, HIGHEST]" in line for line in found), found

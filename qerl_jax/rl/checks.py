@@ -18,8 +18,7 @@ def checked(batch: Batch, config: Config) -> Batch:
 
     Raises ValueError, naming both values, where shapes, group size or lengths are not the config's, and where the
     importance weight would be computed from behaviour log-probabilities that are not there (None, or of the rows with
-    an advantage no token's is finite and other than 0). Under `jit`, or from shapes, only shapes are known, and only
-    they are checked.
+    an advantage no token's is finite and other than 0). Of a batch of shapes only they are checked.
     """
     rows, width = config.batch_size, batch.tokens.shape[1]
     of_tokens = [batch.tokens, batch.loss_mask, *([] if batch.logprobs is None else [batch.logprobs])]
@@ -31,7 +30,7 @@ def checked(batch: Batch, config: Config) -> Batch:
         raise ValueError(f"the batch is not one of batch_size {rows} and {width} tokens: {error}") from error
     lacks = batch.logprobs is None
     values = batch.prompt_lengths, batch.lengths, batch.prompt_index, batch.loss_mask, batch.logprobs, batch.advantages
-    if not any(isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct) for value in values):
+    if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
         prompts, lengths, groups, mask, logprobs, advantages = jax.device_get(values)
         _check_groups(groups, config)
         _check_lengths(lengths - prompts, config)

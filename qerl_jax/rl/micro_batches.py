@@ -191,14 +191,6 @@ def _check(lengths: np.ndarray, prefixes: np.ndarray, suffixes: np.ndarray, shap
             raise ValueError(f"{what} of {found[used].max()} tokens, at most {most} were announced")
 
 
-def assign_any(count: int, shape: PackShape) -> Assignment:
-    """Sequences of each micro-batch where no length is known: as many as fit at their longest, no prompt in common."""
-    suffixes = shape.most_suffixes(shape.longest_segment)
-    each = max(1, min(shape.prefixes, suffixes, shape.tokens // shape.longest))
-    starts = range(0, count, each)
-    return _table([[[row] for row in range(start, min(start + each, count))] for start in starts], shape)
-
-
 def _table(bins: list[list[list[int]]], shape: PackShape) -> Assignment:
     """From the sequences of each prefix of each micro-batch."""
     rows = np.full((len(bins), shape.suffixes), -1, np.int32)

@@ -27,7 +27,7 @@ from qerl_jax.rl.activations import Keeps
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.loss import LossSettings, TokenLoss
 from qerl_jax.rl.metrics import over_updates
-from qerl_jax.rl.micro_batches import Assignment, Packed, PackShape, assign, assign_any, prompts_of
+from qerl_jax.rl.micro_batches import Assignment, Packed, PackShape, assign, prompts_of
 from qerl_jax.rl.optimizer import apply_gradients, parts_of, zeros_like
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, out_of_memory
 from qerl_jax.rl.reduction import over_replicas
@@ -52,11 +52,10 @@ def grpo_step(
     that follow, so no extra forward pass is made. An update whose loss or gradient is not finite changes nothing and
     is counted.
 
-    Called on arrays, it packs the sequences by their lengths and waits for the result. Sequences without a token in the
-    loss are left out, and so are those of advantage 0 (equal rewards) where the loss has no gradient for them
-    (`LossSettings.vanishes_with_advantage`): neither their forward nor their backward pass is computed, but their
-    tokens stay in the denominators. Under `jit` lengths and advantages are unknown, and micro-batches hold as many
-    sequences as fit at their longest.
+    It packs the sequences by their lengths, which it reads, so that it cannot be called under `jit`, and waits for the
+    result. Sequences without a token in the loss are left out, and so are those of advantage 0 (equal rewards) where
+    the loss has no gradient for them (`LossSettings.vanishes_with_advantage`): neither their forward nor their backward
+    pass is computed, but their tokens stay in the denominators.
 
     Args:
       state: from `init_state` or the last step.
@@ -72,7 +71,7 @@ def grpo_step(
       with_reference: compute `reference_logp` for the token loss although `beta` is 0.
       replicas: the processes that share the work, each with the same state, batch and plan. Each computes some of the
         micro-batches, the same ones in all updates; gradients and metrics are summed before the optimizer's step, which
-        each makes. Not under `jit` with more than one.
+        each makes.
 
     Returns:
       The next state, and scalar metrics averaged over the updates (`skipped` summed). `tokens` are those in the loss,
@@ -179,11 +178,6 @@ def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool, replicas: Re
     if isinstance(batch.lengths, jax.ShapeDtypeStruct):
         none = Assignment(np.zeros(0, np.int32), np.zeros(0, np.int32)).with_room(suffixes)
         return [MicroBatch(none, kind) for kind in plan.pack.kinds()]
-    known = (batch.lengths, batch.loss_mask, batch.advantages)
-    if any(isinstance(array, jax.core.Tracer) for array in known):
-        kind = plan.pack.holding(plan.pack.longest_segment)
-        found = assign_any(batch.tokens.shape[0], plan.pack).micro_batches()
-        return [MicroBatch(some.with_room(suffixes), kind) for some in found]
     tokens, lengths, prompt_lengths, mask, advantages = jax.device_get(
         (batch.tokens, batch.lengths, batch.prompt_lengths, batch.loss_mask, batch.advantages)
     )

@@ -18,7 +18,6 @@ from qerl_jax.rl.micro_batches import (
     Assignment,
     PackShape,
     assign,
-    assign_any,
     pack,
     packed_tokens,
     predictors,
@@ -81,7 +80,6 @@ def test_few_sequences_lie_beside_a_long_segment():
     assert long_prompt.rows.tolist() == [[0, 1, -1, -1], [2, -1, -1, -1]]
     late = assign(np.array([5, 5, 5, 8]), np.full(4, 2), np.array([0, 0, 0, 1]), shape)
     assert late.rows.tolist() == [[0, 1, 2, -1], [3, -1, -1, -1]]
-    assert len(assign_any(4, replace(shape, tokens=44)).rows) == 2 and len(assign_any(4, shape).rows) == 2
 
 
 def test_kinds_of_micro_batches():
@@ -109,13 +107,6 @@ def test_what_is_longer_than_announced_is_refused():
         assign(np.array([9]), np.array([3]), np.array([0]), shape)
     with pytest.raises(ValueError, match=r"8 tokens cannot hold .* 9"):
         PackShape(8, 2, 2, 9, 4, 5)
-
-
-def test_without_lengths_every_sequence_may_be_the_longest():
-    found = assign_any(5, PackShape(20, 4, 4, 9, 4, 5))
-    assert found.rows.tolist() == [[0, 1, -1, -1], [2, 3, -1, -1], [4, -1, -1, -1]]
-    assert found.prefix_of.tolist() == [[0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
-    assert len(assign_any(5, PackShape(20, 1, 4, 9, 4, 5)).rows) == 5
 
 
 def test_prompts_are_equal_where_all_their_tokens_are():

@@ -179,7 +179,7 @@ def test_an_optimizer_of_ones_own_is_plain_optax_on_the_whole_tree(micro, name):
 
 def test_a_new_state_of_the_same_shapes_compiles_nothing(micro_dir):
     """Policy, config, state, batch, all made anew, the config with other values where they are no part of a program;
-    also with a loss of one's own. Equal tree structures are what `jit(grpo_step)` looks its programs up by."""
+    also with a loss of one's own. Equal tree structures are what a jitted function looks its programs up by."""
     structures = []
 
     def own(logp, old_logp, behaviour_logp, reference_logp, advantages, mask):
@@ -275,8 +275,7 @@ def test_any_budget_gives_the_same_update(micro, tokens, gigabytes):
     close(found, wanted, 2e-6)
 
 
-@pytest.mark.parametrize("transform", [lambda step: step, pytest.param(jax.jit, marks=pytest.mark.nightly)])
-def test_few_sequences_beside_a_long_segment_give_the_same_update(micro, transform):
+def test_few_sequences_beside_a_long_segment_give_the_same_update(micro):
     """Segments of up to 4 tokens are short; beside a longer one there are three sequences at most."""
     config, batch = make_config(batch_size=ROWS, importance_sampling_cap=2.0), awkward_batch()
     state = descent(micro, config)
@@ -288,8 +287,7 @@ def test_few_sequences_beside_a_long_segment_give_the_same_update(micro, transfo
     for some, kind in found:
         sequences[kind.longest_suffix].append(int((some.rows >= 0).sum()))
     assert max(sequences[usual.pack.longest_suffix]) == 3 < max(sequences[4]), sequences
-    step = transform(lambda state, frozen, batch: grpo_step(state, frozen, batch, few))
-    close(step(state, micro.frozen, batch), wanted, 2e-6)
+    close(grpo_step(state, micro.frozen, batch, few), wanted, 2e-6)
 
 
 def test_dr_grpo_divides_by_the_limit_where_a_batch_is_narrower():
@@ -308,15 +306,6 @@ def test_a_long_prompt_has_a_shape_that_holds_it():
     assert sorted(row for row in some.rows if row >= 0) == [0, 1] and kind == plan.pack.holding(4) != plan.pack.holding(
         3
     )
-
-
-def test_micro_batches_of_a_batch_that_is_traced_hold_every_sequence_at_its_longest():
-    """Lengths are not known then: of the kind of long segments, each row once."""
-    batch, plan = make_batch(64, 0, 5), UpdatePlan(PackShape(64, 2, 4, LENGTH, PROMPT, COMPLETION, 3, 2), 0, 0, 0, 0)
-    found = []
-    jax.eval_shape(lambda lengths: found.extend(assigned(plan, batch.replace(lengths=lengths), False)), batch.lengths)
-    assert {kind for _, kind in found} == {plan.pack.holding(max(PROMPT, COMPLETION))} != {plan.pack.holding(1)}
-    assert sorted(row for some, _ in found for row in some.rows.tolist() if row >= 0) == [0, 1, 2, 3, 4]
 
 
 def test_bf16_is_as_exact_as_the_padded_rows(micro_dir, micro):

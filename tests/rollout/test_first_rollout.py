@@ -16,7 +16,7 @@ from qerl_jax.lowered import LoweredPrograms
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.fused_decode import FusedDecodeExecutor
 from qerl_jax.models.qwen2 import DecoderLayer
-from qerl_jax.programs import Ahead, compile_calls, record
+from qerl_jax.programs import Ahead, compile_calls, record, shapes_of
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
@@ -106,11 +106,11 @@ def test_an_update_of_more_layers_traces_no_more_of_them(traced):
     config, counts = config_of(matmul_kernel="xla", update_memory_gb=1e-9), []
     flat, tokens = jnp.zeros(4, jnp.int32), jnp.zeros((4, 16), jnp.int32)
     rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
-    batch = make_batch(rollout, jnp.zeros(4))
+    batch = shapes_of(make_batch(rollout, jnp.zeros(4)))
     for layers in (1, 5):
         traced.clear()
         policy, state = abstract_trees(dataclasses.replace(MODEL, num_layers=layers), "nvfp4", config)
-        jax.jit(grpo_step).trace(state, policy.frozen, batch)
+        record(grpo_step, state, policy.frozen, batch)
         counts.append(len(traced))
     assert 0 < counts[0] == counts[1]
 
