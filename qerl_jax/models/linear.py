@@ -64,7 +64,7 @@ def linear(
     x: Float[Array, "... K"],
     weight: Weight,
     bias: Float[Array, " N"] | None = None,
-    lora: Lora | Sequence[Lora] | None = None,
+    lora: Sequence[Lora] = (),
     *,
     batch_invariant: bool = False,
     route: Route | None = None,
@@ -81,7 +81,7 @@ def linear(
       x: activations, bf16 or fp32.
       weight: [N, K], in any of the formats; an fp32 `Dense` is rounded to x's dtype.
       bias: in any float dtype; added in fp32.
-      lora: the adapter, or the adapters of a fused projection with their output offsets.
+      lora: the adapters of a (fused) projection with their output offsets.
       batch_invariant: a row's bits do not depend on the number of rows or on the other rows; slower.
       route: the route of the GEMM (`nvfp4_matmul`) where the caller has it; for packed weights.
       lora_x: `x A` computed by a prologue kernel (`nvfp4_matmul`); for packed weights, without gradients.
@@ -92,7 +92,7 @@ def linear(
     n, k = weight.shape
     if x.shape[-1] != k:
         raise ValueError(f"linear: x has {x.shape[-1]} input features, the weight {k} (shape {n} x {k})")
-    adapters = [lora] if isinstance(lora, Lora) else list(lora or ())
+    adapters = list(lora)
     if isinstance(weight, PackedNvfp4):
         return nvfp4_matmul(x, weight, bias, adapters, batch_invariant=batch_invariant, route=route, lora_x=lora_x)
     if route is not None or lora_x is not None:

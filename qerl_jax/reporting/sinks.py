@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -18,16 +18,6 @@ from qerl_jax.config import Config, ConfigError, to_mapping
 from qerl_jax.reporting.console import say
 
 _MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-
-
-class Sink(Protocol):
-    """Takes the numbers of a step."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take finite values of a step; several calls for one step add up."""
-
-    def close(self) -> None:
-        """Flush and close. Not called for a failed run, so that the service records the failure."""
 
 
 def check(config: Config) -> None:
@@ -62,19 +52,19 @@ class Sinks:
 
     def __init__(self, config: Config, directory: Path, step: int, console: Console):
         kinds = {"tensorboard": _TensorBoard, "wandb": _Wandb}
-        self._sinks: dict[str, Sink] = {name: kinds[name](config, directory, step) for name in config.report_to}
+        self._sinks: dict[str, Any] = {name: kinds[name](config, directory, step) for name in config.report_to}
         self._console = console
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send a step's numbers, those that are finite."""
+        """Send a step's numbers, those that are finite; several calls for one step add up."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._each(lambda sink: sink.log(step, finite))
 
     def close(self) -> None:
-        """Write out everything."""
+        """Write out everything. Not called for a failed run, so that the service records the failure."""
         self._each(lambda sink: sink.close())
 
-    def _each(self, call: Callable[[Sink], None]) -> None:
+    def _each(self, call: Callable[[Any], None]) -> None:
         for name, sink in list(self._sinks.items()):
             try:
                 call(sink)

@@ -72,13 +72,12 @@ def block_scales(weight: np.ndarray, divisor: np.float32) -> np.ndarray:
     return np.where(scales == 0, ml_dtypes.float8_e4m3fn(ZERO_SCALE), scales)
 
 
-def quantize(weight: np.ndarray, divisor: np.float32 | None = None, scales: np.ndarray | None = None) -> Nvfp4:
+def quantize(weight: np.ndarray, divisor: np.float32 | None = None) -> Nvfp4:
     """Quantize a weight [n, k] to NVFP4, in slices of rows so that no whole fp32 copy exists.
 
     Args:
       weight: bf16, fp16 or fp32; may be memory-mapped.
       divisor: the global scale; None computes it from this tensor alone.
-      scales: E4M3 block scales above 0 [n, k/16]; None: `block_scales`.
 
     Raises:
       ValueError: k is not a multiple of 16, or the weight is not finite.
@@ -87,12 +86,10 @@ def quantize(weight: np.ndarray, divisor: np.float32 | None = None, scales: np.n
     check_blocks("NVFP4", NVFP4_BLOCK, n, k)
     divisor = global_scale(max_magnitude(weight), weight.dtype) if divisor is None else divisor
     codes = np.empty((n, k // 2), np.uint8)
-    derives = scales is None
-    scales = np.empty((n, k // NVFP4_BLOCK), ml_dtypes.float8_e4m3fn) if derives else scales
+    scales = np.empty((n, k // NVFP4_BLOCK), ml_dtypes.float8_e4m3fn)
     for start, stop in row_slices(n, k):
         rows = np.asarray(weight[start:stop])
-        if derives:
-            scales[start:stop] = block_scales(rows, divisor)
+        scales[start:stop] = block_scales(rows, divisor)
         step = scales[start:stop].astype(np.float32) / divisor
         blocks = rows.astype(np.float32).reshape(stop - start, k // NVFP4_BLOCK, NVFP4_BLOCK)
         blocks /= step[..., None]
