@@ -138,21 +138,3 @@ def test_completions_of_published_models(tool):
         assert row["verdicts"]["ours"] == row["correct"], row
         assert {row["verdicts"][name] for name in row["verdicts"] if "lm-eval" in name} == {row["correct"]}, row
     assert any(row["answer"] == "" for row in rows) and any("," in row["gold"] for row in rows)
-
-
-def test_lm_evals_extraction(tool):
-    """By hand from its regular expressions: the last number of a text, and the first after the mark."""
-    compare = tool("compare_graders")
-
-    def judge(completion: str, gold: str, form: str) -> dict[str, bool]:
-        case = compare.Case("gsm8k", "", gold, "", form, completion, True)
-        return {name.split()[-1]: grader(case) for name, grader in compare.graders_of(case).items() if "lm-" in name}
-
-    assert judge("#### 18 eggs", "18", "solution") == {"flexible-extract": True, "strict-match": True}
-    assert judge("#### $18 for 3", "18", "solution") == {"flexible-extract": False, "strict-match": False}
-    assert judge("#### 1,800.", "1800", "solution") == {"flexible-extract": True, "strict-match": True}
-    assert judge("The answer is -7. The answer is 8.", "-7", "chain of thought") == {
-        "flexible-extract": False,
-        "strict-match": True,
-    }
-    assert judge("nothing", "1", "tags") == {"flexible-extract": False}
