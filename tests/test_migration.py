@@ -183,7 +183,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         "no limit of prompts: those of more than max_prompt_length tokens are dropped, by default 512 or what "
         "max_completion_length leaves of the model's max_position_embeddings",
         "vllm_gpu_memory_utilization '0.4': needs rollout_backend vllm",
-        "use_vllm True: rollout_backend (vllm; left out, the trainer's own engine samples)",
+        "use_vllm True: see rollout_backend (vllm; left out, the trainer's own engine samples)",
         "logging_steps '1': metrics.jsonl has every step",
         "dataloader_num_workers '4': no field has its meaning",
         "lora_dropout 0.05 (by default): with dropout the ratio would measure the dropout mask",
@@ -245,7 +245,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             "steps_per_generation 8: TRL makes updates of 4 completions from rollouts of 32; here an update has a",
         ),
         ("generation_batch_size: 32\ngradient_accumulation_steps: 4", {"batch_size": 32}, ""),
-        ("num_processes: 4", {"batch_size": 32}, "its batch for 4 process(es)"),
+        ("num_processes: 4", {"batch_size": 32}, "its batch for 4 processes. Left out:"),
         ("max_prompt_length: 128", {"max_prompt_length": 128, "overlong_prompts": "truncate_left"}, ""),
         (
             "use_vllm: true\nvllm_importance_sampling_correction: false",
@@ -255,7 +255,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         (
             "beta: 0.04",
             {"beta": 0.04},
-            "use_bias_correction_kl True (by default): beta (the k3 estimator, without a weight)",
+            "use_bias_correction_kl True (by default): see beta (the k3 estimator, without a weight)",
         ),
         ("reward_funcs: trl.rewards.accuracy_reward", {"reward_funcs": ("math_verify",)}, ""),
         (

@@ -69,9 +69,9 @@ def from_trl(path: Path) -> str:
         config = to_mapping(Config(**fields))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    processes = given.get("num_processes") or "one"
+    count = str(given.get("num_processes") or 1)
     lines = [
-        f"# {path.name} of TRL, its batch for {processes} process(es). Left out:",
+        f"# {path.name} of TRL, its batch for {count} process{'es' * (count != '1')}. Left out:",
         *(f"# - {line}" for line in left_out or ["nothing"]),
         yaml.safe_dump({name: config[name] for name in fields}, sort_keys=False).rstrip(),
         *(f"# {name}:  # to be set; {default}" for name, default in _UNSET.items() if name not in fields),
@@ -92,7 +92,8 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             left_out.append(f"{said}: no field has its meaning")
         elif not is_off(name, value):
             here, note = " and ".join(FOREIGN[name].fields), FOREIGN[name].note
-            left_out.append(f"{said}: " + (f"{here} ({note})" if here and note else here or note))
+            field = f"see {here}" + (f" ({note})" if note else "")
+            left_out.append(f"{said}: {field if here else note}")
     return fields, left_out
 
 
