@@ -31,6 +31,7 @@ NEW, GROUP, PAD = 8, 2, 63
 FREE = Sampling(NEW, temperature=0.9, num_generations=GROUP)
 KEY = jax.random.key(11)
 SMALL = Engine(slots=3, chunk=2)  # the engine of every test that needs refills: what it compiles is the same
+OF_FOUR = dataclasses.replace(SMALL, prompts=4)  # its programs, also for fewer prompts
 
 
 def with_eos(policy: Policy, *ids: int) -> Policy:
@@ -171,9 +172,9 @@ def test_samples_do_not_depend_on_the_batch(policy, free):
     shuffled = generate(policy, Prompts.from_lists([PROMPTS[p] for p in order], ids=order), FREE, KEY)
     for place, p in enumerate(order):
         assert_same_rows(shuffled, [2 * place, 2 * place + 1], free, [2 * p, 2 * p + 1])
-    alone = generate(policy, Prompts.from_lists([PROMPTS[3]], ids=[3]), FREE, KEY)
+    alone = generate(policy, Prompts.from_lists([PROMPTS[3]], ids=[3], length=5), FREE, KEY, OF_FOUR)
     assert_same_rows(alone, [0, 1], free, [6, 7])
-    larger = generate(policy, PROMPTS, FREE.replace(num_generations=3), KEY)
+    larger = generate(policy, PROMPTS, FREE.replace(num_generations=3), KEY, SMALL)
     assert_same_rows(larger, [0, 1, 9, 10], free, [0, 1, 6, 7])
 
 
@@ -200,7 +201,7 @@ def test_slots_and_chunks_change_nothing(ended):
     """Fewer slots than sequences: refills, reused prompt slots, groups that start while others end."""
     whole = generate(ended, PROMPTS, FREE, KEY)
     assert len(set(whole.lengths.tolist())) > 4, "rows end at different times"
-    parts = generate(ended, PROMPTS, FREE, KEY, Engine(slots=5, chunk=3))
+    parts = generate(ended, PROMPTS, FREE, KEY, SMALL)
     assert_same_rows(parts, range(8), whole, range(8))
     assert parts.tokens.shape == whole.tokens.shape and parts.prompt_index.tolist() == whole.prompt_index.tolist()
 
@@ -209,15 +210,14 @@ def test_fewer_prompts_run_in_the_programs_of_more(ended):
     """Nothing is compiled for one or three of four prompts, and their samples are those of the rollout of four; of five
     the programs are their own.
     """
-    engine = dataclasses.replace(SMALL, prompts=4)
-    whole = generate(ended, PROMPTS, FREE, KEY, engine)
+    whole = generate(ended, PROMPTS, FREE, KEY, OF_FOUR)
     for few in (1, 3):
         with CompilationCounter() as counter:
-            found = generate(ended, Prompts.from_lists(PROMPTS[:few], length=5), FREE, KEY, engine)
+            found = generate(ended, Prompts.from_lists(PROMPTS[:few], length=5), FREE, KEY, OF_FOUR)
             assert counter.take() == []
         assert found.tokens.shape == found.entropies.shape == (GROUP * few, 5 + NEW)
         assert_same_rows(found, range(GROUP * few), whole, range(GROUP * few))
-    more = generate(ended, [*PROMPTS, [4]], FREE, KEY, engine)
+    more = generate(ended, [*PROMPTS, [4]], FREE, KEY, OF_FOUR)
     assert more.tokens.shape[0] == 10
     assert_same_rows(more, range(8), whole, range(8))
 
@@ -402,8 +402,9 @@ def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy):
 def test_keys_make_the_samples(policy, free):
     """An id that comes twice continues its samples; another id, key or step draws differently."""
     twice = generate(policy, Prompts.from_lists([PROMPTS[0]] * 4, ids=[0, 1, 0, 9]), FREE, KEY)
-    larger = FREE.replace(num_generations=2 * FREE.num_generations)
-    assert_same_rows(twice, [0, 1, 4, 5], generate(policy, PROMPTS[:1], larger, KEY), range(4))
+    larger = FREE.replace(num_generations=2 * GROUP)
+    alone = generate(policy, Prompts.from_lists(PROMPTS[:1], length=5), larger, KEY, OF_FOUR)
+    assert_same_rows(twice, [0, 1, 4, 5], alone, range(4))
     assert_same_rows(twice, [0, 1], free, [0, 1])
     ids = completion_ids(twice)
     assert len({tuple(i) for i in ids}) == 8
