@@ -203,8 +203,12 @@ def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
         name: TensorSpec(dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
         for name, array in arrays.items()
     }
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = path.stat().st_mode  # by the umask, which the temporary file of `serialize_file` does not follow
     try:
         serialize_file(specs, path, {"format": "pt"})
+        path.chmod(mode)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     with path.open("rb+") as file:

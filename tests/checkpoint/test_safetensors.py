@@ -105,6 +105,8 @@ def test_written_bytes_are_those_that_torch_writes(tmp_path, file):
     tensors = st.Tensors([file])
     st.save(tmp_path / "ours.safetensors", {name: tensors[name] for name in reversed(list(tensors))})
     assert (tmp_path / "ours.safetensors").read_bytes() == file.read_bytes()
+    (tmp_path / "another").touch()
+    assert (tmp_path / "ours.safetensors").stat().st_mode == (tmp_path / "another").stat().st_mode
 
 
 def test_a_column_of_a_matrix_is_written_in_order(tmp_path):
