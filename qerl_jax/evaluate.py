@@ -24,7 +24,7 @@ from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.checkpoint.of_run import format_for, formats_note
+from qerl_jax.checkpoint.of_run import format_for, formats_note, loaded_format
 from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
@@ -182,6 +182,9 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
     directory = model_path(config.model)
     if config.rollout_backend == "vllm":
         check_vllm(config, directory, replicas.count * replicas.tensor_parallel, "backend")
+    print(
+        f"weights in {loaded_format(directory, config.weight_format).upper()}, computed in {config.dtype}", flush=True
+    )
     if config.adapter and (note := formats_note(Path(config.adapter), directory, config.weight_format)):
         print(note, flush=True)
     model = model_config(directory)

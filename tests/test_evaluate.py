@@ -150,6 +150,7 @@ def test_an_adapter_is_evaluated_on_weights_as_it_was_trained_on(tmp_path, capsy
     assert main([*words, *flags], generate) == 2
     printed = capsys.readouterr()
     assert printed.err == f"error: {format}\n" and line in printed.out
+    assert f"weights in {'NVFP4' if format == 'Nvfp4' else 'BF16'}, computed in float32\n" in printed.out
     assert bool(line) == ("the adapter" in printed.out)
 
 
