@@ -32,9 +32,14 @@ def write_plots(directory: Path, metrics: list[dict[str, Any]]) -> list[Path]:
         if not rows:
             continue
         figure, axes = plt.subplots(figsize=(7, 4))
-        figure.subplots_adjust(left=0.1, right=0.9, bottom=0.12, top=0.92)  # a layout engine draws everything twice
         draw(axes, rows)
+        for line in (line for part in figure.axes for line in part.get_lines() if len(line.get_xdata()) < 30):
+            line.set_marker(".")  # a point alone makes no line
+        right = 0.97 if len(figure.axes) == 1 else 0.9
+        figure.subplots_adjust(left=0.12, right=right, bottom=0.2, top=0.92)  # a layout engine draws everything twice
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False)
         axes.set_xlabel("step")
+        axes.set_xlim(metrics[0]["step"] - 0.5, metrics[-1]["step"] + 0.5)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         path = folder / f"{name}.png"
@@ -73,7 +78,6 @@ def _reward(axes: Any, rows: list[dict[str, Any]]) -> None:
     steps, mean = _with_mean(axes, rows, "reward", "all rewards")
     deviation = _mean(_series(rows, "reward_std")[1])
     axes.fill_between(steps, mean - deviation, mean + deviation, color=_INK, alpha=0.15, linewidth=0)
-    axes.legend(loc="lower right")
     axes.set_title("Reward, mean ± standard deviation within groups")
     axes.set_ylabel("reward")
 
@@ -81,7 +85,6 @@ def _reward(axes: Any, rows: list[dict[str, Any]]) -> None:
 def _accuracy(axes: Any, rows: list[dict[str, Any]]) -> None:
     _with_mean(axes, rows, "accuracy", "share correct")
     axes.set_ylim(-0.02, 1.02)
-    axes.legend(loc="lower right")
     axes.set_title("Share of correct completions in training" + (", sampled under noise" if _is_noisy(rows) else ""))
     axes.set_ylabel("accuracy")
 
@@ -91,7 +94,6 @@ def _entropy(axes: Any, rows: list[dict[str, Any]]) -> None:
     noisy = _is_noisy(rows)
     steps, entropy = _series(rows, "sampling/entropy")
     axes.plot(steps, _mean(entropy), ":", color=_INK, label="sampled policy" + (", under noise" if noisy else ""))
-    axes.legend()
     axes.set_ylabel("entropy (nats a token)", color=_INK)
     axes.set_title("Entropy of the policy" + (", and AQN's σ" if noisy else ""))
     if noisy:
@@ -106,7 +108,6 @@ def _length(axes: Any, rows: list[dict[str, Any]]) -> None:
         axes.plot(*_series(rows, f"completions/{name}_length"), line, color=_INK, alpha=0.6, linewidth=1, label=label)
     _with_mean(axes, rows, "completions/mean_length", "average")
     axes.set_ylim(bottom=0)
-    axes.legend()
     axes.set_title("Completion length")
     axes.set_ylabel("tokens")
 
@@ -120,7 +121,6 @@ def _mismatch(axes: Any, rows: list[dict[str, Any]]) -> None:
         steps, values = _series(rows, name)
         axes.plot(steps, np.maximum(values, 1e-12), color=colour, label=label)
     axes.set_yscale("log")
-    axes.legend()
     axes.set_title("Rollout against trainer" + (", the noise between them" if _is_noisy(rows) else ""))
     axes.set_ylabel("nats")
 

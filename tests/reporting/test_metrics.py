@@ -68,6 +68,16 @@ def test_plots_leave_out_what_was_not_recorded(tmp_path):
     assert write_plots(tmp_path, []) == []
 
 
+def test_a_value_of_one_step_is_seen_on_the_axis_of_all(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    write_plots(tmp_path, [{"step": 1}, {"step": 2, "entropy": 1.0}, {"step": 3}])
+    [axes] = drawn[0].axes
+    assert axes.get_xlim() == (0.5, 3.5) and [line.get_marker() for line in axes.get_lines()] == ["."] * 3
+
+
 def test_every_line_of_a_plot_is_the_metric_of_its_name():
     """Of three steps, whose moving average is themselves."""
     from matplotlib.figure import Figure
