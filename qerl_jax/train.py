@@ -263,6 +263,10 @@ def _parsed(argv: Sequence[str]) -> tuple[_Arguments, Config]:
         if flag in given and f"--{field.replace('_', '-')}" not in given:
             default = dataclasses.replace(default, **{field: value})
     description = f"{_Arguments.__doc__} Recipes: {', '.join(assets.recipes())}."
+    if file:
+        description += (
+            f" The defaults shown are those of the recipe {file}; --model MODEL --help shows those without one."
+        )
     found = flags.parse(_Arguments, argv, "python -m qerl_jax.train", description, _Arguments(**vars(default)))
     config = Config(**{field.name: getattr(found, field.name) for field in dataclasses.fields(Config)})
     if found.config is not None:
@@ -284,12 +288,12 @@ def refuse_moved(config: Config, file: Path) -> None:
 
 
 def refuse_given(config: Config, file: Path) -> None:
-    """Raise ConfigError if `resume` asks for a run whose functions or records were given to `train`: its config file
-    has their names alone.
+    """Raise ConfigError for the config file of a run whose functions or records were given to `train`: it has their
+    names alone.
     """
     given = [name for name in (*config.dataset, config.eval_dataset) if name in IN_MEMORY]
     given += [name for name in config.reward_funcs or () if name not in BUILT_IN and ":" not in name]
-    if config.resume != "never" and given and latest_step(file.parent) is not None:
+    if given and latest_step(file.parent) is not None:
         raise ConfigError(
             f"the run of {file} was begun by train(…) in Python with {', '.join(given)}: call it again with the same "
             "arguments and resume='auto'"

@@ -305,6 +305,7 @@ def test_help_explains_every_field(capsys):
         parse(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
+    assert "The defaults shown are those of the recipe tiny;" in " ".join(text.split())
     for field in dataclasses.fields(Config):
         assert f"--{field.name.replace('_', '-')}" in text
 

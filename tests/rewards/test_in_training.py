@@ -149,9 +149,10 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
         with pytest.raises(ConfigError, match=words):
             train.train(again, **(given | changes))
     words = "was begun by train.* in Python with train_dataset, eval_dataset, longer, half: call it again with the same"
-    with pytest.raises(ConfigError, match=words):
-        resumed = ["--config", str(tmp_path / "run/config.yaml"), "--resume", "auto"]
-        train.parse([*resumed, "--eval-dataset", "eval_dataset"])
+    again = ["--config", str(tmp_path / "run/config.yaml"), "--eval-dataset", "eval_dataset"]
+    for more in ["--resume", "auto"], ["--dry-run"]:
+        with pytest.raises(ConfigError, match=words):
+            train.parse([*again, *more])
     assert int(state.step) == 1
 
 
