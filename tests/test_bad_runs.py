@@ -261,7 +261,7 @@ def test_a_finished_run_goes_on_to_more_steps(used, capfd):
     run_directory.write_config(run, train.parse(longer))
     assert find_source(run).step == 2
     assert train.main(longer) == 0
-    assert "max_steps: 2 -> 3; learning rate and noise are those of the new length" in capfd.readouterr().out
+    assert "max_steps: 2 -> 3; learning rate of step 3: 0 -> 0.0005\n" in capfd.readouterr().out
     assert read_metrics(run)[:2] == rows and read_metrics(run)[2]["learning_rate"] == pytest.approx(1e-3 / 2)
     assert EvaluationResults(run).all() == {} and find_source(run).adapter == run / "adapter"
     assert (run / "adapter/adapter_model.safetensors").read_bytes() != before

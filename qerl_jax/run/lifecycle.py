@@ -4,6 +4,7 @@ adapter, plots, report.
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import signal
 from collections import Counter
@@ -34,6 +35,7 @@ from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
 from qerl_jax.rewards.load import load_rewards
+from qerl_jax.rl.adamw import AdamW, learning_rate_at
 from qerl_jax.rl.plan import within
 from qerl_jax.rl.state import current_policy
 from qerl_jax.run import directory as run_directory
@@ -98,15 +100,23 @@ def restore(config: Config, checkpoints: Checkpointer, state: TrainState, consol
         return state
     state = checkpoints.restore(state)
     if (before := checkpoints.max_steps(int(state.step))) != config.max_steps:
-        say(
-            console,
-            f"max_steps: {before} -> {config.max_steps}; learning rate and noise are those of the new length from here "
-            "on",
-        )
+        say(console, f"max_steps: {before} -> {config.max_steps}{_of_new_length(state, config, before)}")
     done, last = int(state.step), config.num_rollouts
     rest = "" if done < last else ": nothing is left to train, a larger max_steps goes on"
     say(console, f"resuming after step {done} of {last}{rest}")
     return state
+
+
+def _of_new_length(state: TrainState, config: Config, before: int) -> str:
+    """The config's learning rate and noise of the next step, under `max_steps` before and now."""
+    step, lengths, said = int(state.step), (dataclasses.replace(config, max_steps=before), config), ""
+    if step < config.num_rollouts and isinstance(state.optimizer, AdamW):
+        rates = [float(learning_rate_at(AdamW.of(c), AdamW.count(state.opt_state))) for c in lengths]
+        said += f"; learning rate of step {step + 1}: {rates[0]:.3g} -> {rates[1]:.3g}"
+    if step < config.num_rollouts and config.sigma_start:
+        noise = [aqn.sigma(c, min(step, c.num_rollouts - 1), c.num_rollouts) for c in lengths]
+        said += f"; its noise: {noise[0]:.3g} -> {noise[1]:.3g}"
+    return said
 
 
 def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:

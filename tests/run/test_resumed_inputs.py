@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -190,16 +191,21 @@ def test_a_resume_that_finds_nothing_says_so(place, state, tmp_path, capsys):
 
 
 def test_a_resume_says_from_where_and_what_has_changed(state, tmp_path, capsys):
-    """Of two checkpoints and the rest of a third; the second time the run ends later."""
-    config = dataclasses.replace(state.config, output_dir=str(tmp_path), resume="auto")
+    """Of two checkpoints and the rest of a third; the second time the run ends later. Cosines by hand: after a step of
+    warm-up 4 of 7, after two 3 of 18; the noise of stages 7 and 3 is 0.01 · 20 ** -(6 / 8) and 0.01 · 20 ** -(2 / 8).
+    """
+    config = dataclasses.replace(
+        state.config, output_dir=str(tmp_path), resume="auto", sigma_start=1e-2, sigma_end=5e-4
+    )
+    state = state.replace(config=config)
     for step in (3, 5):
-        Checkpointer(tmp_path, 2).save(state.replace(step=jnp.int32(step)))
+        counted = jax.tree.map(lambda leaf, step=step: leaf + step * (leaf.dtype == jnp.int32), state.opt_state)
+        Checkpointer(tmp_path, 2).save(state.replace(step=jnp.int32(step), opt_state=counted))
     (tmp_path / "checkpoints" / "7").mkdir()
     said = {
-        5: "max_steps: 8 -> 5; learning rate and noise are those of the new length from here on\n"
-        "resuming after step 5 of 5: nothing is left to train, a larger max_steps goes on\n",
+        5: "max_steps: 8 -> 5\nresuming after step 5 of 5: nothing is left to train, a larger max_steps goes on\n",
         8: "resuming after step 5 of 8\n",
-        20: "max_steps: 8 -> 20; learning rate and noise are those of the new length from here on\n"
+        20: "max_steps: 8 -> 20; learning rate of step 6: 3.89e-05 -> 9.33e-05; its noise: 0.00106 -> 0.00473\n"
         "resuming after step 5 of 20\n",
     }
     rest = f"{tmp_path / 'checkpoints' / '7'} is incomplete and ignored: it has no manifest\n"
