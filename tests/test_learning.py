@@ -61,7 +61,7 @@ def test_a_run_says_what_it_does_and_found(learnt):
     for row in read_metrics(directory):
         numbers = f"step {row['step']}/{STEPS}  reward {row['reward']:.3f}  entropy {row['entropy']:.3f}"
         assert f"{numbers}  σ {row['aqn/sigma']:.1e}  length {row['completions/mean_length']:.0f}" in said
-    *_, end = said.partition(f"run finished, in {directory}\n")
+    *_, end = said.partition(f"the finished run is in {directory}\n")
     shown = [[cell.strip() for cell in line.strip("│").split("│")] for line in end.splitlines() if line[:1] == "│"]
     assert shown == [
         *([name, Evaluation.from_json(result).describe()] for name, result in results.items()),

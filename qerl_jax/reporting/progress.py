@@ -66,7 +66,7 @@ def summary_table(
     console: Console, results: list[tuple[str, str]], directory: str, files: list[tuple[str, str]]
 ) -> None:
     """Print results, then the files in the run's directory."""
-    say(console, f"run finished, in {directory}")
+    say(console, f"the finished run is in {directory}")
     table = Table(show_header=False)
     for name, value in results:
         table.add_row(name, value)

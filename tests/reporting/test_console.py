@@ -65,7 +65,7 @@ def test_a_summary_has_results_and_then_files():
     file = io.StringIO()
     summary_table(Console(file=file, width=60), [("before", "1 %"), ("after", "2 %")], "runs/a", [("report", "r.md")])
     said, _, *rows, _ = file.getvalue().splitlines()
-    assert said == "run finished, in runs/a"
+    assert said == "the finished run is in runs/a"
     assert rows == ["│ before │ 1 %  │", "│ after  │ 2 %  │", "├────────┼──────┤", "│ report │ r.md │"]
 
 
