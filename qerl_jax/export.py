@@ -129,6 +129,9 @@ def export(
         if note := formats_note(source.adapter, source.base, source.weight_format):
             say(note)
         if kind == "peft":
+            if source.quantizes:
+                trained = source.weight_format.upper()
+                say(f"peft puts it on unquantized weights, not on those in {trained}: vllm and merged have them")
             _write_peft(source, reader, building)
         elif kind == "vllm":
             _write_vllm(source, reader, building, out, progress)

@@ -252,7 +252,8 @@ def test_an_exported_adapter_says_on_which_weights_it_was_trained(tmp_path, caps
 
     for source, out in (([run], "out"), ([tmp_path / "out", "--base", base], "again")):
         assert main([*map(str, source[:1]), str(tmp_path / out), *source[1:]]) == 0
-        assert "trained on" not in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "trained on" not in said and f"not on those in {kind.upper()}: vllm" in said
         assert card(out) == {"base_model": base, "library_name": "peft", "weight_format": kind}
     assert main([str(tmp_path / "again"), str(tmp_path / "other"), "--base", base, "--weight-format", "bf16"]) == 0
     line = f"the adapter was trained on weights in {kind.upper()}, its base has them in BF16 here"
