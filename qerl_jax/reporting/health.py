@@ -25,7 +25,7 @@ def warnings(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     Args:
       rows: metrics of all steps from the first, values that are not finite as None or NaN.
     """
-    found = dict(_dead(rows[-DEAD_STEPS:])) if len(rows) >= DEAD_STEPS else {}
+    found = dict(_dead(rows)) if len(rows) >= DEAD_STEPS else {}
     if len(rows) >= 2 * WINDOW:
         found |= dict(_drifted(rows[:WINDOW], rows[-WINDOW:]))
     return found
@@ -47,15 +47,25 @@ def refuse_untrained(rows: Sequence[Mapping[str, Any]], config: Config) -> str:
     """Raise UntrainedError if no step of a run that is over trained anything. Returns the same sentence for a trial of
     less than `DEAD_STEPS` steps which met equal rewards, as hard problems give them; "" for a run that has trained.
     """
-    reasons = [untrained(row, config) for row in rows]
-    if not reasons or not all(reasons):
+    reasons = {untrained(row, config) for row in rows}
+    if not reasons or None in reasons:
         return ""
-    counts = collections.Counter(reasons).most_common()
-    said = counts[0][0] if len(counts) == 1 else "; ".join(f"{count} × {reason}" for reason, count in counts)
-    said = f"none of {len(rows)} steps trained anything: {said}"
-    if len(rows) < DEAD_STEPS and {_EQUAL, _CUT_OFF} & set(reasons):
+    said = untrained_steps(rows, config)
+    if len(rows) < DEAD_STEPS and {_EQUAL, _CUT_OFF} & reasons:
         return said
     raise UntrainedError(said)
+
+
+def untrained_steps(rows: Sequence[Mapping[str, Any]], config: Config) -> str:
+    """How many steps trained nothing, and why; "" where each did."""
+    counts = collections.Counter(filter(None, (untrained(row, config) for row in rows))).most_common()
+    if not counts:
+        return ""
+    idle = sum(count for _, count in counts)
+    said = counts[0][0] if len(counts) == 1 else "; ".join(f"{count} × {reason}" for reason, count in counts)
+    if idle == len(rows):
+        return f"none of {idle} steps trained anything: {said}"
+    return f"{idle} of {len(rows)} steps trained nothing: {said}"
 
 
 _NOT_FINITE = (
@@ -64,7 +74,7 @@ _NOT_FINITE = (
 )
 _FAILED = "the largest logit of every completion was not finite: look for values that are not finite in the model"
 _NO_REWARD = "no completion had a reward; what do the rewards return None for?"
-_CUT_OFF = "all completions were cut off at max_completion_length: raise it, or lower learning_rate"
+_CUT_OFF = "all completions were cut off at max_completion_length: raise it"
 _LEFT_OUT = "every completion was left out of the loss"
 _EQUAL = (
     "the rewards of every group were equal; try easier or harder problems, a larger num_generations, or another "
@@ -90,7 +100,8 @@ def untrained(row: Mapping[str, Any], config: Config) -> str | None:
     return _EQUAL if row.get("frac_reward_zero_std") == 1 else _NO_GRADIENT
 
 
-def _dead(last: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _dead(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    last = rows[-DEAD_STEPS:]
     steps = f"in {len(last)} steps in a row"
     if all(row.get("skipped", 0) > 0 for row in last):
         yield "not finite", f"{steps} {_NOT_FINITE}"
@@ -101,7 +112,8 @@ def _dead(last: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     elif all(row.get("grad_norm") == 0 for row in last):
         yield "no gradient", f"{steps} {_NO_GRADIENT}"
     if all(_value(row, "completions/clipped_ratio") == 1 for row in last):
-        yield "truncated", f"{steps} {_CUT_OFF}"
+        collapsed = ", or lower learning_rate" if any(row.get("grad_norm") for row in rows) else ""
+        yield "truncated", f"{steps} {_CUT_OFF}{collapsed}"
 
 
 def _drifted(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -124,7 +124,7 @@ def _notes(config: Config, metrics: list[dict[str, Any]], ending: Ending) -> lis
     notes = [
         f"- {hook} was given to `train`{f': `{name}`' if name != hook else ''}." for hook, name in ending.hooks.items()
     ]
-    if not ending.reason and (said := health.refuse_untrained(metrics, config)):
+    if said := health.untrained_steps(metrics, config):
         notes.append(f"- {said}.")
     notes += [f"- At the end {sentence}." for sentence in health.warnings(metrics).values()]
     if skipped := total("skipped"):

@@ -39,6 +39,9 @@ def test_three_steps_without_a_signal():
     assert kinds(rows(3, completions__clipped_ratio=1.0)) == {"truncated"}
     assert kinds(rows(3, grad_norm=0.0)) == {"no gradient"} and kinds(rows(3, skipped=1.0)) == {"not finite"}
     assert kinds(rows(3, grad_norm=0.0, frac_reward_zero_std=1.0)) == {"equal rewards"}
+    never = warnings(rows(3, grad_norm=0.0, completions__clipped_ratio=1.0))["truncated"]
+    collapsed = warnings(rows(1) + rows(3, grad_norm=0.0, completions__clipped_ratio=1.0))["truncated"]
+    assert collapsed == f"{never}, or lower learning_rate" and never.endswith("max_completion_length: raise it")
 
 
 def test_what_is_said_has_its_numbers():

@@ -70,10 +70,11 @@ def test_a_finished_run(tmp_path):
 def test_a_stopped_run_with_something_to_look_at(tmp_path):
     metrics = rows(3)
     metrics[1] |= {"skipped": 2.0, "completions/failed": 1.0}
+    metrics[2] |= {"grad_norm": 0.0, "frac_reward_zero_std": 1.0}
     ending = Ending(3, "SIGTERM", {}, {})
     text = write_report(tmp_path, Config(model="m", max_steps=200), metrics, ending).read_text()
     assert "stopped by SIGTERM after step 3 of 200" in text and "evaluation |" not in text
-    for words in ("2 updates were not finite", "1 completions"):
+    for words in ("2 updates were not finite", "1 completions", "- 1 of 3 steps trained nothing: the rewards of every"):
         assert words in text, words
     assert "first step | last step" in text and "| reward | 0.1 | 0.3 |" in text
 
@@ -118,6 +119,8 @@ def test_every_row_and_note_says_what_its_number_is():
     assert notes.split("\n\n")[0].splitlines() == [
         "sigma was given to `train`: `mine`.",
         "- train_dataset was given to `train`.",
+        "- 1 of 20 steps trained nothing: loss, gradient or new parameters of updates were not finite (batches in "
+        "nonfinite/); lower learning_rate, or look for values that are not finite in the model.",
         "- 6 updates were not finite and changed nothing; their batches are in `nonfinite/`.",
         "- 8 completions whose largest logit was not finite were left out.",
     ]
