@@ -132,8 +132,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     if is_done and _lacks(run, recorder, "after"):
         say(console, "evaluating the trained policy on the same problems …")
         try:
-            with interrupting():
-                _evaluate(run, recorder, state, "after")
+            _evaluate(run, recorder, state, "after")
         except KeyboardInterrupt:
             said = (
                 f"interrupted; the training is saved, the evaluation is not: make up for it with\n{run.resume_command}"
@@ -193,7 +192,7 @@ def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> Non
         policy = run.policy.replace(norms=state.norms, lora=state.lora)
         run.workers.submit(rehearse_evaluation_of_run, run.config, run.plan, own, longest)
         run.programs.submit(rehearse_evaluation, run.config, policy, run.plan, own, longest)
-    with recorder.phases("evaluation"):
+    with recorder.phases("evaluation"), interrupting():
         result = evaluate_state(run, state)
         if recorder.evaluations:
             recorder.evaluations.put(name, result)

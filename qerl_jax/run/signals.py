@@ -1,5 +1,5 @@
-"""Graceful stop: the first SIGINT, SIGTERM or SIGHUP is a request, the second has its default effect. After the last
-step the first one interrupts the evaluation.
+"""Graceful stop: the first SIGINT, SIGTERM or SIGHUP is a request, the second has its default effect. In an
+evaluation of the run the first one interrupts it.
 """
 
 from __future__ import annotations
