@@ -189,7 +189,7 @@ def _cut_controls(conversations: list[Conversation], tokenizer: Any) -> tuple[li
     no message holds such a text.
     """
     tokens = _control_tokens(tokenizer)
-    controls = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    controls = re.compile("|".join(map(re.escape, tokens)))
     contents = [content for messages in conversations for _, content in messages]
     if not tokens or not any(map(controls.search, contents)):
         return conversations, ""
