@@ -48,7 +48,7 @@ def test_the_table_names_fields_and_reasons():
         (["--dataset_name", "gsm8k"], "use --dataset (a preset"),
         (
             ["--bf16", "--lr", "1", "--lora_r=8"],
-            "use --dtype (bfloat16 is the default); --lr is a name of other programs: use",
+            "use --dtype (bfloat16 is the default; for False float32); --lr is a name of other programs: use",
         ),
         (["--ln", "True"], "--ln is a name of QeRL: use --train-norms;"),
         (["--use_vllm", "True"], "use --rollout-backend (vllm;"),
@@ -57,9 +57,15 @@ def test_the_table_names_fields_and_reasons():
             "use --sigma-start and --sigma-end (QeRL: 1e-2 and 5e-4; 0 and 0 (the default): no noise)",
         ),
         (["--max_seq_length", "2500"], "use --max-prompt-length and --max-completion-length"),
-        (["--tools", "calculator.py"], "--tools is a name of other programs, no field here: no tools;"),
+        (["--tools", "calculator.py"], "--tools is a name of other programs, no field here: no tools\n"),
         (["--num-gpus", "8"], "no field here: all GPUs of the machine are used;"),
-        (["--rollout-func", "mine.py:roll"], "no field here: no multi-turn rollouts;"),
+        (["--dataloader_num_workers", "4"], "--dataloader-num-workers is a name of TRL, no field here: all problems"),
+        (["--optim", "adafactor"], "optimizer or schedule train(config, optimizer=…)\n"),
+        (
+            ["--bf16", "False"],
+            "use --dtype (bfloat16 is the default; for False float32); docs/migration.md says more\n",
+        ),
+        (["--rollout-func", "mine.py:roll"], "no field here: no multi-turn rollouts\n"),
         (["--sync_ref_model", "True"], "--sync-ref-model is a name of TRL, no field here: the reference of"),
     ],
 )
@@ -182,10 +188,10 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         "report_to trackio: tensorboard or wandb",
         "no limit of prompts: those of more than max_prompt_length tokens are dropped, by default 512 or what "
         "max_completion_length leaves of the model's max_position_embeddings",
-        "vllm_gpu_memory_utilization '0.4': needs rollout_backend vllm",
+        "vllm_gpu_memory_utilization 0.4: needs rollout_backend vllm",
         "use_vllm True: see rollout_backend (vllm; left out, the trainer's own engine samples)",
-        "logging_steps '1': metrics.jsonl has every step",
-        "dataloader_num_workers '4': no field has its meaning",
+        "logging_steps 1: metrics.jsonl has every step",
+        "dataloader_num_workers 4: all problems are read before the first step",
         "lora_dropout 0.05 (by default): with dropout the ratio would measure the dropout mask",
     ]
 
@@ -263,6 +269,8 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             {"reward_funcs": None, "dataset": ("gsm8k",)},
             "same; the nearest is overlong, with overlong_buffer",
         ),
+        ("dataset_name: a.jsonl", {}, "dataset_name 'a.jsonl': no such file: name a file as dataset"),
+        ("reward_weights: [2]", {}, "give Config(reward_weights=…) beside train(reward_funcs=…)"),
         ("seed: 1", {}, "\n# dataset:  # to be set; left out, it is gsm8k\n# reward_funcs:  # to be set; left out"),
         ("datasets:\n- path: openai/gsm8k", {"dataset": ("gsm8k",)}, ""),
         ("datasets:\n- {path: a/b}\n- {path: c/d}", {}, "name files as dataset, with dataset_weights"),

@@ -57,6 +57,8 @@ _NO_IMAGES = "text models only"
 _NO_TOOLS = "no tool calls in rollouts"
 _METRICS = "metrics.jsonl has every step"
 _COMPLETIONS = "completions/ has every completion of every step"
+_OPTIMIZER = "AdamW in fp32; for another optimizer or schedule train(config, optimizer=…)"
+_CHECKPOINT = "a checkpoint holds all that resuming needs; the newest save_total_limit stay"
 _PRECISION = "log-probabilities are always computed in fp32"
 
 FOREIGN: dict[str, Foreign] = {
@@ -76,7 +78,7 @@ FOREIGN: dict[str, Foreign] = {
     "trust_remote_code": Foreign("TRL", (), "no code of a checkpoint is ever run"),
     "model_init_kwargs": Foreign("TRL", ("dtype", "weight_format"), "each setting is a field"),
     "torch_dtype": Foreign("TRL", ("dtype",)),
-    "bf16": Foreign("TRL", ("dtype",), "bfloat16 is the default"),
+    "bf16": Foreign("TRL", ("dtype",), "bfloat16 is the default; for False float32"),
     "fp16": Foreign("TRL", ("dtype",), "bfloat16 or float32"),
     "load_in_4bit": Foreign("TRL, Unsloth, QeRL", ("weight_format",), "nf4, for example; without effect in QeRL"),
     "load_in_8bit": Foreign("TRL, Unsloth, QeRL", (), "no 8-bit format is implemented"),
@@ -123,8 +125,11 @@ FOREIGN: dict[str, Foreign] = {
     "steps_per_generation": Foreign("TRL", (), _MINI_BATCHES),
     "per_device_eval_batch_size": Foreign("TRL", ("eval_batch_size",)),
     "num_generations_eval": Foreign("TRL", ("eval_num_generations",)),
-    "gradient_checkpointing": Foreign(
-        "TRL, QeRL", ("update_memory_gb",), "leave it out: layers are recomputed where memory asks"
+    **_names(
+        "TRL, QeRL",
+        "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs",
+        "leave it out: layers are recomputed where memory asks",
+        ("update_memory_gb",),
     ),
     "use_gradient_checkpointing": Foreign("Unsloth, QeRL", ("update_memory_gb",), "as gradient_checkpointing"),
     "activation_offloading": Foreign(
@@ -134,7 +139,8 @@ FOREIGN: dict[str, Foreign] = {
         "Unsloth", ("logprob_chunk_size",), "leave it out, or tokens, not a number of chunks"
     ),
     "lr": Foreign("other programs", ("learning_rate",)),
-    "optim": Foreign("TRL, QeRL", (), "AdamW in fp32; another optimizer goes to init_state"),
+    "optim": Foreign("TRL, QeRL", (), _OPTIMIZER),
+    **_names("TRL", "optim_args optim_target_modules lr_scheduler_kwargs", _OPTIMIZER),
     "warmup_steps": Foreign("TRL", ("warmup_ratio",), "a share of all updates: steps / max_steps"),
     "ddp_find_unused_parameters": Foreign("TRL, QeRL", (), "one process"),
     "ds3_gather_for_generation": Foreign("TRL", (), "one process"),
@@ -142,16 +148,36 @@ FOREIGN: dict[str, Foreign] = {
     "run_name": Foreign("TRL, QeRL", ("output_dir",), "a directory, such as runs/NAME"),
     "resume_from_checkpoint": Foreign("TRL", ("resume",), '"auto": the newest checkpoint of output_dir'),
     "overwrite_output_dir": Foreign("TRL", ("overwrite",)),
-    "save_strategy": Foreign("TRL, QeRL", ("save_steps",), "a number of updates; one checkpoint more at the end"),
-    "logging_steps": Foreign("TRL, QeRL", (), _METRICS),
-    "eval_strategy": Foreign("TRL", ("eval_dataset",), "a dataset, evaluated before and after training"),
-    "eval_steps": Foreign("TRL", ("eval_dataset",), "a dataset, evaluated before and after training"),
+    "save_strategy": Foreign(
+        "TRL, QeRL", ("save_steps",), 'a number of updates, for "no" more than all; one checkpoint more at the end'
+    ),
+    **_names("TRL", "save_only_model save_on_each_node load_best_model_at_end", _CHECKPOINT),
+    **_names("TRL, QeRL", "logging_steps logging_strategy logging_first_step include_num_input_tokens_seen", _METRICS),
+    "use_cpu": Foreign("TRL", (), "without a GPU, or with JAX_PLATFORMS=cpu, it runs on the CPU"),
+    **_names(
+        "TRL",
+        "dataloader_drop_last dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor",
+        "all problems are read before the first step",
+    ),
+    **_names(
+        "TRL", "torch_compile torch_empty_cache_steps tf32 use_liger_kernel auto_find_batch_size", "JAX, not PyTorch"
+    ),
+    **_names(
+        "TRL",
+        "eval_strategy eval_steps eval_on_start",
+        "a dataset, evaluated before and after training",
+        ("eval_dataset",),
+    ),
     "random_state": Foreign("Unsloth, QeRL", ("seed",), "without effect in QeRL"),
     "data_seed": Foreign("TRL", ("seed",)),
     **_names(
         "TRL", "log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo", _COMPLETIONS
     ),
-    "push_to_hub": Foreign("TRL", (), "adapter/ is a PEFT adapter: upload it with huggingface_hub"),
+    **_names(
+        "TRL",
+        "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo",
+        "adapter/ is a PEFT adapter: upload it with huggingface_hub",
+    ),
     # sampling
     "max_new_tokens": Foreign("transformers", ("max_completion_length",)),
     "generation_kwargs": Foreign("TRL", ("temperature", "top_k", "top_p", "min_p"), "each setting is a field"),
@@ -213,9 +239,9 @@ FOREIGN: dict[str, Foreign] = {
 
 
 _OFF = {  # values that ask for what holds here anyway, besides None, and false, 0 and "none" of what has no counterpart
-    "false": "activation_offloading fp16 load_in_4bit use_quantization full_finetuning ln gradient_checkpointing "
-    "use_gradient_checkpointing use_vllm float8_kv_cache overwrite_output_dir resume_from_checkpoint "
-    "use_bias_correction_kl",
+    "false": "activation_offloading activation_checkpointing eval_on_start fp16 load_in_4bit use_quantization "
+    "full_finetuning ln gradient_checkpointing use_gradient_checkpointing use_vllm float8_kv_cache "
+    "overwrite_output_dir resume_from_checkpoint use_bias_correction_kl",
     "1": "repetition_penalty top_entropy_quantile vllm_tensor_parallel_size tensor_parallel_size "
     "pipeline_parallel_size",
     "no": "eval_strategy",
@@ -240,16 +266,17 @@ def without_foreign(values: Mapping[str, Any], prefix: str = "", separator: str 
 
     Raises ConfigError for the others, with the name here or the reason why there is none.
     """
-    kept, said = {}, []
+    kept, said, more = {}, [], []
     for name, value in values.items():
         if name not in FOREIGN:
             kept[name] = value
         elif not is_off(name, value):
             entry = FOREIGN[name]
+            more = ["docs/migration.md says more"] if entry.fields else more
             fields = " and ".join(prefix + field.replace("_", separator) for field in entry.fields)
             note = f" ({entry.note})" if entry.note else ""
             answer = f": use {fields}{note}" if fields else f", no field here: {entry.note}"
             said.append(f"{prefix}{name.replace('_', separator)} is a name of {entry.origin}{answer}")
     if said:
-        raise ConfigError("; ".join([*said, "docs/migration.md says more"]))
+        raise ConfigError("; ".join(said + more))
     return kept

@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 
+from qerl_jax import messages
 from qerl_jax.config.fields import PROMPT_LENGTH, Config, descriptions
 from qerl_jax.config.files import read_yaml, to_mapping
 from qerl_jax.config.foreign import FOREIGN, is_off
 from qerl_jax.config.values import ConfigError, coerce
 from qerl_jax.data.presets import PRESETS
-from qerl_jax.messages import shown
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS, NOT_PASSED
 
 DEFAULTS: dict[str, Any] = {
@@ -134,9 +134,10 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         if dataset is not None and Path(str(dataset)).exists():
             fields["dataset"] = str(dataset)
         elif dataset is not None:
+            missing = "no such file: " if Path(str(dataset)).suffix in (".jsonl", ".json", ".parquet") else ""
             left_out.append(
-                f"dataset_name {shown(dataset)}: name a file as dataset, which datasets.load_dataset(…).to_json(FILE) "
-                "writes, or give records to train(train_dataset=…)"
+                f"dataset_name {shown(dataset)}: {missing}name a file as dataset, which "
+                "datasets.load_dataset(…).to_json(FILE) writes, or give records to train(train_dataset=…)"
             )
         asked = [column for file in files.values() for column in columns_of(file)]
         gold = "solution" if "accuracy_reward" in names else "answer" if "answer" in asked else ""
@@ -154,7 +155,7 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         left_out.append(f"eval_strategy {shown(evaluated)}: name eval_dataset, evaluated before and after training")
     weights = values.pop("reward_weights", None)
     if weights is not None and not names:
-        left_out.append(f"reward_weights {shown(weights)}: there are no reward_funcs")
+        left_out.append(f"reward_weights {shown(weights)}: give Config(reward_weights=…) beside train(reward_funcs=…)")
     rewards: dict[str, Any] = {}
     for name, weight in zip(names, _listed(weights or ["1"] * len(names)), strict=False):
         if here := _REWARDS.get(name) or files.get(name):
@@ -172,6 +173,15 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         if service not in (*fields["report_to"], "none")
     ]
     return fields
+
+
+def shown(value: Any) -> str:
+    """As in a message, but numbers, which a file gives as texts, as they are written."""
+    try:
+        float(value)
+        return str(value)
+    except (TypeError, ValueError):
+        return messages.shown(value)
 
 
 def _listed(value: Any) -> list[Any]:
