@@ -99,12 +99,15 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(tmp_path, capsys):
     assert said in capsys.readouterr().out
 
 
-def test_a_run_may_fill_all_positions_of_the_model(tmp_path):
+def test_a_run_may_fill_all_positions_of_the_model(tmp_path, capsys):
     config = Config("tiny", dataset="arithmetic", output_dir=str(tmp_path / "run"), max_prompt_length=200)
     prepare.check(with_rewards(dataclasses.replace(config, max_completion_length=312)))  # 512
     with pytest.raises(ConfigError, match=r"200 \+ max_completion_length 313 exceed max_position_embeddings 512"):
         prepare.check(with_rewards(dataclasses.replace(config, max_completion_length=313)))
     prepare.check(with_rewards(dataclasses.replace(config, max_prompt_length=None, max_completion_length=511)))
+    roomy = Config(str(Path(__file__).parent / "data/qwen2.5_configs/Qwen2.5-7B"))
+    assert prepare.with_prompt_length(roomy, Console()).max_prompt_length == 512
+    assert capsys.readouterr().out == ""  # the default, of which nothing need be said
     refused = (200, 313, "give a max_prompt_length of at most 199"), (None, 512, "nothing of .*: 256 leaves them 256")
     for prompt, completion, words in refused:
         changed = dataclasses.replace(config, max_prompt_length=prompt, max_completion_length=completion)
