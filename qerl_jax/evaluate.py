@@ -182,12 +182,12 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
     directory = model_path(config.model)
     if config.rollout_backend == "vllm":
         check_vllm(config, directory, replicas.count * replicas.tensor_parallel, "backend")
-    print(
-        f"weights in {loaded_format(directory, config.weight_format).upper()}, computed in {config.dtype}", flush=True
-    )
     if config.adapter and (note := formats_note(Path(config.adapter), directory, config.weight_format)):
         print(note, flush=True)
     model = model_config(directory)
+    print(
+        f"weights in {loaded_format(directory, config.weight_format).upper()}, computed in {config.dtype}", flush=True
+    )
     tokenizer = load_tokenizer(directory, model.vocab_size)
     print(f"reading and tokenizing {arguments.dataset} …", flush=True)
     problems, _, notes = load_encoded(
