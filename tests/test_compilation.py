@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from qerl_jax import partition
 from qerl_jax.compilation import CompilationCounter, _commit, default_cache_dir, settled, use_compilation_cache
 
 CACHED = """
@@ -125,3 +126,14 @@ def test_arrays_are_committed_where_some_are():
     assert settled([*parts, tree["a"]])[2].sharding == parts[1].sharding  # whole on each device
     several = [*parts, fixed, tree["a"]]
     assert settled(several) is several
+
+
+def test_arrays_on_a_mesh_of_processes_are_of_one_device(monkeypatch):
+    """Those that tensor parallelism divides have a mesh of its axis."""
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+
+    def on(axis: str) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(jax.sharding.AbstractMesh((2,), (axis,)), PartitionSpec())
+        return jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding)
+
+    assert [partition.devices_of(on(axis)) for axis in (partition.AXIS, "processes")] == [2, 1]
