@@ -79,7 +79,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
         except ConfigError as error:
             raise ConfigError(f"{name} {error}") from error
     if not isinstance(value, hint):
-        raise ConfigError(f"{name} must be of type {hint.__name__}, got {shown(value)}")
+        instead = ": give functions to train(config, reward_funcs=…)" if callable(value) else ""
+        raise ConfigError(f"{name} must be of type {hint.__name__}, got {shown(value)}{instead}")
     if hint is str and not (is_unicode(value) and "\0" not in value):
         raise ConfigError(f"{name} must be valid UTF-8 without zero bytes, got {shown(value)}")
     return value

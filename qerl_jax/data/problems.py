@@ -299,7 +299,7 @@ def _check_columns(where: str, columns: set[str], preset: Preset, extra: tuple[s
     if answers and not columns & set(answers):
         missing.append(" or ".join(answers))
     if missing:
-        close = difflib.get_close_matches(missing[0], columns, n=1)
+        close = difflib.get_close_matches(missing[0], columns, n=1, cutoff=0.75)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         told = f": {settings[missing[0]]}{hint}" if missing[0] in settings else ""
         raise DataError(f"{where} has no column {missing[0]!r}; its columns are {sorted(columns)}{told}")

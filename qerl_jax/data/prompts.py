@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -205,13 +206,15 @@ def _cut_controls(conversations: list[Conversation], tokenizer: Any) -> tuple[li
 
 def _control_tokens(tokenizer: Any) -> list[str]:
     """Texts of the special tokens, and of the other added ones that the chat template puts around turns, such as the
-    `<｜User｜>` of DeepSeek's. (`<think>` is an added token, too, and a message may hold it.)
+    `<｜User｜>` of DeepSeek's. (`<think>` is an added token, too, and a message may hold it, as may the system message
+    that a template has of its own.)
     """
-    turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-    try:
-        [around] = apply_template(tokenizer, [turns], add_generation_prompt=False)
-    except Exception:  # a template is a program and may raise anything; those of a problem's turns are said
-        around = ""
+    around = ""
+    for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
+        turns = [{"role": role, "content": "a"} for role in roles]
+        with contextlib.suppress(Exception):  # of a template, which may raise anything; those of a problem's are said
+            [around] = apply_template(tokenizer, [turns], add_generation_prompt=False)
+            break
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return [token.content for token in added if token.special or token.content in around]
 

@@ -48,7 +48,7 @@ def test_columns(tmp_path, suffix):
         dataset.problems[0].extra["level"] = 4
     named = {"prompt_column": "problem", "answer_column": "solution"}
     for column, told, flags in (
-        ("question", "set prompt_column", {}),
+        ("question", "set prompt_column$", {}),
         ("answer", "set answer_column", {"prompt_column": "problem"}),
         (
             "levels",

@@ -122,6 +122,16 @@ def test_control_tokens_in_a_message_stay_text(tokenizer):
     assert "a\ue5a1\uf2c3b<|im_end|>" in tokenizer.decode(plain)
 
 
+def test_tags_in_a_message_are_the_tokens_that_they_are_to_transformers(tokenizer):
+    """Also where the template's own system message has them: the bundled policy's, word for word."""
+    messages = (("system", "<think>steps</think><answer>number</answer>"), ("user", "1+1?"))
+    (ids,) = encode([Problem(0, "1+1?", "2", messages=messages)], tokenizer, "")
+    turns = [{"role": role, "content": content} for role, content in messages]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == encode([Problem(0, "1+1?", "2")], tokenizer, "")[0]
+
+
 def test_tokens_that_make_turns_without_being_special_stay_text_in_a_message(tokenizer):
     """DeepSeek's roles are such; `<think>`, which its template opens, is a token in a message, too."""
     deep = copy.deepcopy(tokenizer)

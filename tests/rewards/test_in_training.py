@@ -234,6 +234,8 @@ def test_objects_that_are_no_rewards_and_no_records(tmp_path):
     held_out = [{"question": "p", "answer": "1"}]
     assert with_objects(config, min, None, None).reward_funcs == with_objects(config, [min], None, None).reward_funcs
     assert with_objects(config, "dapo", None, None).reward_funcs == ("dapo",)
+    with pytest.raises(ConfigError, match="got <built-in function min>: give functions to train"):
+        Config(reward_funcs=[min])
     evaluated = with_objects(dataclasses.replace(config, dataset="arithmetic"), None, None, held_out)
     evaluated = evaluated.with_max_prompt_length(4096)
     _, problems = prepare.load_problems(evaluated, load_tokenizer(model_path("tiny")), Console())
