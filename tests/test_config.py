@@ -178,6 +178,7 @@ def test_another_programs_argument_of_python_is_answered():
     with pytest.raises(ConfigError, match=r"^unknown field 'lerning_rate'; did you mean 'learning_rate'"):
         dataclasses.replace(Config(), lerning_rate=1)
     assert Config(lora_dropout=0.0, fp16=False, report_to="none", trust_remote_code=None) == Config()
+    assert Config(bf16=True, logging_steps=10, log_completions=True, gradient_checkpointing=True) == Config()
     assert str(inspect.signature(Config)).startswith("(model: 'str' = '',")
 
 

@@ -244,8 +244,10 @@ _OFF = {  # values that ask for what holds here anyway, besides None, and false,
     "overwrite_output_dir resume_from_checkpoint use_bias_correction_kl",
     "1": "repetition_penalty top_entropy_quantile vllm_tensor_parallel_size tensor_parallel_size "
     "pipeline_parallel_size",
+    "true": "bf16 gradient_checkpointing use_gradient_checkpointing log_completions logging_first_step",
     "no": "eval_strategy",
 }
+_ALWAYS = ("logging_steps", "logging_strategy")  # metrics.jsonl has more than any of their values asks for
 
 
 def is_off(name: str, value: Any) -> bool:
@@ -254,7 +256,7 @@ def is_off(name: str, value: Any) -> bool:
     with contextlib.suppress(ValueError):
         text = f"{float(text):g}"
     without_counterpart = not FOREIGN[name].fields and text in ("false", "0")
-    return is_none(value) or without_counterpart or name in _OFF.get(text, "").split()
+    return is_none(value) or without_counterpart or name in (*_ALWAYS, *_OFF.get(text, "").split())
 
 
 def without_foreign(values: Mapping[str, Any], prefix: str = "", separator: str = "_") -> dict[str, Any]:
