@@ -185,6 +185,8 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
     assert told == [
         "reward_funcs 'think_format_reward', of weight 0.5: no built-in reward is the same; the nearest is "
         "strict_format, which asks for an answer block, too",
+        "columns that my_lib/rewards.py:custom asks for: there is no my_lib/rewards.py here; run this where trl was "
+        "run",
         "report_to trackio: tensorboard or wandb",
         "no limit of prompts: those of more than max_prompt_length tokens are dropped, by default 512 or what "
         "max_completion_length leaves of the model's max_position_embeddings",
@@ -269,7 +271,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             "same; the nearest is overlong, with overlong_buffer",
         ),
         ("dataset_name: a.jsonl", {}, "dataset_name 'a.jsonl': no such file: name a file as dataset"),
-        ("reward_weights: [2]", {}, "give Config(reward_weights=…) beside train(reward_funcs=…)"),
+        ("reward_weights: [2]", {"reward_weights": (2.0,)}, "those of the functions that train(reward_funcs=…)"),
         ("seed: 1", {}, "\n# dataset:  # to be set; left out, it is gsm8k\n# reward_funcs:  # to be set; left out"),
         ("datasets:\n- path: openai/gsm8k", {"dataset": ("gsm8k",)}, ""),
         ("datasets:\n- {path: a/b}\n- {path: c/d}", {}, "name files as dataset, with dataset_weights"),

@@ -155,11 +155,14 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         left_out.append(f"eval_strategy {shown(evaluated)}: name eval_dataset, evaluated before and after training")
     weights = values.pop("reward_weights", None)
     if weights is not None and not names:
-        left_out.append(f"reward_weights {shown(weights)}: give Config(reward_weights=…) beside train(reward_funcs=…)")
+        fields["reward_weights"] = _listed(weights)
+        left_out.append("reward_funcs: reward_weights are those of the functions that train(reward_funcs=…) is given")
     rewards: dict[str, Any] = {}
     for name, weight in zip(names, _listed(weights or ["1"] * len(names)), strict=False):
         if here := _REWARDS.get(name) or files.get(name):
             rewards[here] = weight
+            if name in files and not Path(file := here.rpartition(":")[0]).exists():
+                left_out.append(f"columns that {here} asks for: there is no {file} here; run this where trl was run")
         else:
             nearest = f"; the nearest is {_NEAREST[name]}" if name in _NEAREST else ""
             left_out.append(f"reward_funcs {shown(name)}, of weight {weight}: no built-in reward is the same{nearest}")
