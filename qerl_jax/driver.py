@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,9 +39,17 @@ def gpus() -> list[Described]:
         driver = ctypes.CDLL("libcuda.so.1")
     except (ImportError, OSError):
         return []
-    platforms = jax.config.jax_platforms or "cuda"
-    if not any("cuda" in name for name in plugins) or not {"cuda", "gpu"} & set(platforms.split(",")):
-        return []
+    return described(driver) if _uses_cuda(plugins, jax.config.jax_platforms) else []
+
+
+def _uses_cuda(plugins: Sequence[str], platforms: str | None) -> bool:
+    """Whether JAX, with these plugins and `jax_platforms`, would start NVIDIA GPUs."""
+    asked = set((platforms or "cuda").split(","))
+    return any("cuda" in name for name in plugins) and bool({"cuda", "gpu"} & asked)
+
+
+def described(driver: Any) -> list[Described]:
+    """The GPUs of a CUDA driver's library; none where it does not start."""
     count = ctypes.c_int()
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return []

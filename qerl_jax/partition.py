@@ -122,8 +122,10 @@ def bytes_on_device(tree: Any, count: int = 1) -> int:
 
 def devices_of(tree: Any) -> int:
     """Devices of the mesh on which a tree's arrays lie, T; 1 where they lie on none."""
-    if jax.local_device_count() == 1:
-        return 1
+    return 1 if jax.local_device_count() == 1 else _devices_of_mesh(tree)
+
+
+def _devices_of_mesh(tree: Any) -> int:
     found = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree) if not isinstance(leaf, jax.core.Tracer))
     meshes = (sharding.mesh for sharding in found if isinstance(sharding, NamedSharding))
     return next((mesh.size for mesh in meshes if mesh.axis_names == (AXIS,)), 1)

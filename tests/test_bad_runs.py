@@ -26,7 +26,6 @@ from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import EvaluationResults, read_metrics
 from qerl_jax.run import directory as run_directory
-from qerl_jax.run import prepare
 from qerl_jax.types import TrainState
 
 PRESETS = Path(__file__).parent / "data" / "presets"
@@ -65,12 +64,16 @@ def place(finished, tmp_path) -> Path:
 
 @pytest.fixture
 def used(finished, tmp_path) -> Path:
-    """A copy of the run, in the place of the original while the test lasts: its config names where it is."""
+    """A copy of the run, in the place of the original while the test lasts: its config names where it is. The problems
+    are those of the original afterwards.
+    """
+    shutil.copy(finished / "rows.jsonl", tmp_path)
     (finished / "run").rename(tmp_path / "kept")
     shutil.copytree(tmp_path / "kept", finished / "run")
     yield finished
     shutil.rmtree(finished / "run")
     (tmp_path / "kept").rename(finished / "run")
+    shutil.copy(tmp_path / "rows.jsonl", finished)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -122,7 +125,7 @@ RUNS = {
         "another --output-dir",
     ),
     "another config": (
-        lambda run: None,
+        lambda run: (run.parent / "rows.jsonl").write_text("no JSON"),  # which is read later
         ["--resume", "auto", "--learning-rate", "2e-3", "--seed", "7"],
         "OUT/checkpoints/2 was saved under other settings (seed: 0 -> 7; learning_rate: 0.001 -> 0.002), which may not "
         "change on resume: leave them as they were, or begin a new run with --adapter OUT/adapter --output-dir NEW",
@@ -147,10 +150,8 @@ RUNS = {
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_runs(case, used, capfd, monkeypatch):
+def test_runs(case, used, capfd):
     change, flags, message = RUNS[case]
-    if case == "another config":  # before anything is loaded
-        monkeypatch.setattr(prepare, "ready_rewards", None)
     change(used / "run")
     before = contents(used / "run")
     assert_says(error_of(train.main, training(used, *flags), used, capfd), message)

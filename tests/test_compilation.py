@@ -128,12 +128,11 @@ def test_arrays_are_committed_where_some_are():
     assert settled(several) is several
 
 
-def test_arrays_on_a_mesh_of_processes_are_of_one_device(monkeypatch):
+def test_arrays_on_a_mesh_of_processes_are_of_one_device():
     """Those that tensor parallelism divides have a mesh of its axis."""
-    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
 
     def on(axis: str) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(jax.sharding.AbstractMesh((2,), (axis,)), PartitionSpec())
         return jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding)
 
-    assert [partition.devices_of(on(axis)) for axis in (partition.AXIS, "processes")] == [2, 1]
+    assert [partition._devices_of_mesh(on(axis)) for axis in (partition.AXIS, "processes")] == [2, 1]

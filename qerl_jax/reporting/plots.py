@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,23 @@ def write_plots(directory: Path, metrics: list[dict[str, Any]]) -> list[Path]:
 
     Returns the files written to `directory/plots`.
     """
+    folder = directory / PLOTS_DIR
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, figure in figures(metrics):
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=120)
+        written.append(path)
+    return written
+
+
+def figures(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Name and matplotlib figure of each plot of `write_plots`, which is closed when the next one is asked for."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    folder = directory / PLOTS_DIR
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
     for name, (needed, draw) in _PLOTS.items():
         rows = [row for row in metrics if row.get(needed) is not None]
         if not rows:
@@ -42,11 +51,8 @@ def write_plots(directory: Path, metrics: list[dict[str, Any]]) -> list[Path]:
         axes.set_xlim(metrics[0]["step"] - 0.5, metrics[-1]["step"] + 0.5)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-        path = folder / f"{name}.png"
-        figure.savefig(path, dpi=120)
+        yield name, figure
         plt.close(figure)
-        written.append(path)
-    return written
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import pytest
 
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.reporting import metrics as sink
-from qerl_jax.reporting.plots import _PLOTS, write_plots
+from qerl_jax.reporting.plots import _PLOTS, figures, write_plots
 
 
 def test_cut_back(tmp_path):
@@ -68,13 +68,10 @@ def test_plots_leave_out_what_was_not_recorded(tmp_path):
     assert write_plots(tmp_path, []) == []
 
 
-def test_a_value_of_one_step_is_seen_on_the_axis_of_all(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    write_plots(tmp_path, [{"step": 1}, {"step": 2, "entropy": 1.0}, {"step": 3}])
-    [axes] = drawn[0].axes
+def test_a_value_of_one_step_is_seen_on_the_axis_of_all():
+    [(name, figure)] = figures([{"step": 1}, {"step": 2, "entropy": 1.0}, {"step": 3}])
+    [axes] = figure.axes
+    assert name == "entropy"
     assert axes.get_xlim() == (0.5, 3.5) and [line.get_marker() for line in axes.get_lines()] == ["."] * 3
 
 

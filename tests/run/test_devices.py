@@ -142,8 +142,21 @@ sys.exit(program.main())
     assert run.stderr.strip().endswith("error: 0.94"), run.stderr
 
 
-@pytest.mark.parametrize(("platforms", "count"), [(None, 2), ("cpu,cuda", 2), ("cpu", 0)])
-def test_each_gpu_is_described_by_its_own_attributes(tmp_path, monkeypatch, platforms, count):
+@pytest.mark.parametrize(
+    ("plugins", "platforms", "uses"),
+    [
+        (["xla_cuda13"], None, True),
+        (["xla_cuda13"], "cpu,cuda", True),
+        (["xla_cuda13"], "gpu", True),
+        (["xla_cuda13"], "cpu", False),
+        (["tpu"], None, False),
+    ],
+)
+def test_gpus_are_those_that_jax_would_start(plugins, platforms, uses):
+    assert driver._uses_cuda(plugins, platforms) is uses
+
+
+def test_each_gpu_is_described_by_its_own_attributes():
     """CUDA's attributes 75 and 76, 16, 97: compute capability, SMs, bytes of shared memory that a block may ask for."""
     own = {10: {75: 9, 76: 0, 16: 132, 97: 232448}, 11: {75: 8, 76: 9, 16: 128, 97: 101376}}
 
@@ -173,12 +186,9 @@ def test_each_gpu_is_described_by_its_own_attributes(tmp_path, monkeypatch, plat
             value._obj.value = own[device.value][number]
             return 0
 
-    (tmp_path / "xla_cuda13").mkdir()
-    monkeypatch.setitem(sys.modules, "jax_plugins", SimpleNamespace(__path__=[str(tmp_path)]))
-    monkeypatch.setattr(driver.ctypes, "CDLL", {"libcuda.so.1": Driver()}.get)
-    monkeypatch.setattr(driver, "jax", SimpleNamespace(config=SimpleNamespace(jax_platforms=platforms)))
     first = driver.Described(Gpu("NVIDIA X", 90, 132, 232448), 150_000_000_000)
-    assert driver.gpus() == [first, driver.Described(Gpu("NVIDIA RTX", 89, 128, 101376), 25_000_000_000)][:count]
+    second = driver.Described(Gpu("NVIDIA RTX", 89, 128, 101376), 25_000_000_000)
+    assert driver.described(Driver()) == [first, second]
 
 
 @pytest.mark.gpu
