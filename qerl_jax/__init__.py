@@ -23,7 +23,7 @@ from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.logprobs import hidden_states, policy_logits, token_logprobs
 from qerl_jax.rl.loss import TokenLoss, built_in_loss
 from qerl_jax.rl.plan import make_update_plan
-from qerl_jax.rl.state import current_policy, init_state
+from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import Progress, generate
 from qerl_jax.run.devices import device_bytes
@@ -49,7 +49,6 @@ __all__ = [
     "aqn",
     "built_in_loss",
     "completion_texts",
-    "current_policy",
     "device_bytes",
     "encode_problems",
     "evaluate",

@@ -246,11 +246,6 @@ def _check(arguments: Any, config: Config) -> None:
         raise ValueError(
             f"matmul_kernel {config.matmul_kernel!r} contradicts backend 'vllm': it has kernels of its own"
         )
-    if config.is_full:
-        raise ConfigError(
-            "weight_format 'full' is a way to train: evaluate the model that `python -m qerl_jax.export RUN OUT --as "
-            "merged` writes, without it"
-        )
     if config.adapter is not None:
         adapter_config(Path(config.adapter))
     for name in ("output", "records"):

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from qerl_jax import command
 from qerl_jax.atomic import atomic_directory
 from qerl_jax.backends.vllm_settings import RANKS
-from qerl_jax.checkpoint import hf_config, names
+from qerl_jax.checkpoint import hf_config
 from qerl_jax.checkpoint.adapter import write_adapter
 from qerl_jax.checkpoint.adapter_reader import AdapterReader, trained_format
 from qerl_jax.checkpoint.check import check_names
@@ -32,7 +32,6 @@ from qerl_jax.checkpoint.of_run import (
     find_source,
     formats_note,
     loaded_format,
-    trained_weights,
     write_trained_adapter,
 )
 from qerl_jax.checkpoint.policy_tensors import DenseTensors, Replaced
@@ -86,7 +85,7 @@ def export(
       out: directory to write.
       kind: one of `KINDS`. "peft": the adapter with its norms. "vllm": its LoRA, and the base with its norms in fp32
         where that is not the original one. "merged": one bf16 model, `W + scale · B A` computed in fp32 and rounded
-        once; of full fine-tuning the fp32 masters, rounded.
+        once.
       base: model that the adapter belongs to, as in `Config.model`; for a run None: its own.
       weight_format: format into which the base was quantized while loading; None: the one of the training.
       overwrite: replace an earlier export.
@@ -96,8 +95,7 @@ def export(
     Returns the commands that use it.
 
     Raises:
-      ConfigError: another `kind`, nothing to export (`checkpoint.of_run.find_source`), or an adapter of a run that
-        trained all weights.
+      ConfigError: another `kind`, nothing to export (`checkpoint.of_run.find_source`).
       FileExistsError: `out` exists, without `overwrite`; or it is or holds a source, or is no export.
       CheckpointError: an adapter or tokenizer that is not the base's, a damaged file, or a tensor that was read back
         otherwise than it was written; nothing is at `out` then.
@@ -105,11 +103,6 @@ def export(
     if kind not in KINDS:
         raise ConfigError(f"--as {shown(kind)} is not one of {list(KINDS)}")
     source = find_source(directory, base, weight_format)
-    if source.is_full and kind != "merged":
-        raise ConfigError(
-            f"--as {kind!r} writes an adapter, and {directory} was trained with weight_format 'full', which has none: "
-            "use --as merged"
-        )
     check_output([source.base, directory, directory / ADAPTER_DIR], out, overwrite, adapters=True)
     model, quantization = source.model, accepted_quantization(source.base, source.weight_format)
     check_names(open_checkpoint(source.base), model, quantization)
@@ -118,9 +111,6 @@ def export(
             say(f"exporting the newest checkpoint of {directory}, of step {source.step}")
         if kind != "peft" and (message := _system_message(source)):
             say(f"requests need the system message of the training: {message!r}")
-        if source.is_full:
-            _write_full(source, building, progress)
-            return _commands(kind, source, None, out)
         if source.adapter is None:
             write_trained_adapter(source, Path(temporary))
             source = dataclasses.replace(source, adapter=Path(temporary))
@@ -147,20 +137,6 @@ def _system_message(source: Source) -> str:
     preset = source.config.dataset[0].partition(":")[0]
     asks_itself = asks_for_answer(load_tokenizer(source.base, source.model.vocab_size))
     return own_system_prompt(preset if preset in PRESETS else BUNDLED, asks_itself)
-
-
-def _write_full(source: Source, directory: Path, progress: Progress) -> None:
-    """The fp32 masters of all weights as one bf16 model. Raises CheckpointError where they are not the base's."""
-    base, masters = DenseTensors(source.base), trained_weights(source)
-    if names.LM_HEAD in base and names.LM_HEAD not in masters:
-        masters[names.LM_HEAD] = masters[names.EMBED]  # tied, and stored once more
-    for name in sorted({*base, *masters}):
-        wanted = base.spec(name)[1] if name in base else None
-        found = masters[name].shape if name in masters else None
-        if wanted != found:
-            raise CheckpointError(f"{name!r} has shape {wanted} in {source.base}, {found} in the run's checkpoint")
-    _write_model(source.base, directory, Replaced(base, masters, ml_dtypes.bfloat16), progress)
-    check_written(open_checkpoint(directory), masters, progress)
 
 
 def _write_merged(source: Source, reader: AdapterReader, directory: Path, progress: Progress) -> None:

@@ -40,7 +40,6 @@ from qerl_jax.rl.experience import Experience, equal_groups, gather_experience, 
 from qerl_jax.rl.loss import TokenLoss
 from qerl_jax.rl.plan import within
 from qerl_jax.rl.reduction import check_same_state
-from qerl_jax.rl.state import current_policy
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.shares import generate_share
@@ -155,7 +154,7 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
     # log-probabilities under noise travel in `batch.logprobs`, for the weight that corrects the mismatch.
     noise_key = keys.for_step(config.seed, keys.Purpose.AQN, int(state.step))
     noisy = run.hooks.noisy(state.norms, sigma, noise_key)
-    actor = current_policy(run.policy, state).replace(norms=noisy)
+    actor = run.policy.replace(norms=noisy, lora=state.lora)
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
     engine = within(run.plan, config.engine).replace(prompts=len(run.replicas.share(config.num_prompts)) or None)
     for resampling_round in range(1 + config.resampling_rounds):

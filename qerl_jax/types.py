@@ -48,7 +48,7 @@ class Policy(_Replace):
 
     Attributes:
       frozen: weights besides the layer norms, in the compute dtype: projections, biases, embedding, head, final norm.
-        No update changes them; full fine-tuning trains a copy, `TrainState.weights`.
+        No update changes them.
       norms: the 2 L layer norms, fp32: `{"layers": {i: {"input_layernorm": {"weight"}, "post_attention_layernorm":
         {"weight"}}}}`.
       lora: adapters, fp32 master weights.
@@ -77,7 +77,7 @@ class Policy(_Replace):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "cursor", "norms", "lora", "opt_state", "reference_norms", "weights"],
+    data_fields=["step", "cursor", "norms", "lora", "opt_state", "reference_norms"],
     meta_fields=["model", "config", "optimizer"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +87,13 @@ class TrainState(_Replace):
     Attributes:
       step: i32[], rollouts completed.
       cursor: i32[], position in the data stream: problems drawn so far.
-      norms, lora: the trees being trained (norms only under `train_norms` or full fine-tuning).
+      norms, lora: the trees being trained (norms only under `train_norms`).
       opt_state: optax state of the trained trees.
       reference_norms: the checkpoint's norms, for the KL term, where `norms` were imported with an adapter or are
         trained; else None.
       model: `qerl_jax.models.config.ModelConfig`.
       config: `qerl_jax.config.Config`.
       optimizer: an optax transformation, or the config's AdamW (`rl.adamw.AdamW`).
-      weights: under full fine-tuning the trained weights besides the layer norms, fp32, in the form of `Policy.frozen`;
-        else None.
     """
 
     step: Int32[Array, ""]
@@ -107,7 +105,6 @@ class TrainState(_Replace):
     model: Any
     config: Any
     optimizer: Any
-    weights: Any = None
 
 
 @functools.partial(

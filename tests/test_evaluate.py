@@ -63,7 +63,6 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
             ["--backend", "vllm", "--dtype", "bfloat16", "--matmul-kernel", "xla"],
             "matmul_kernel 'xla' contradicts backend 'vllm'",
         ),
-        (["--weight-format", "full"], "weight_format 'full' is a way to train: evaluate the model that"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, words, capsys):

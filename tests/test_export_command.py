@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,8 +21,7 @@ import runs
 import small
 import yaml
 from command_lines import assert_says, error_of
-from helpers import assert_trees_equal, randomized, with_norm_offsets
-from oracles import torch_qwen2
+from helpers import randomized, with_norm_offsets
 
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.adapter import export_adapter
@@ -176,66 +174,6 @@ def test_an_interrupted_run_is_exported_from_its_newest_checkpoint(tmp_path, cap
     shutil.move(tmp_path / "exported", run / "adapter")
     assert main([str(run), str(tmp_path / "whole")]) == 0
     assert "checkpoint" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape"), [("bfloat16", "shards"), ("float32", "tied"), ("bfloat16", "norms of heads")]
-)
-def test_full_fine_tuning_is_exported_from_its_newest_checkpoint(tmp_path, capsys, dtype, shape):
-    """`merged` is the checkpoint of masters, each rounded to bf16 once, and loads as the policy that the run computed
-    with (in bf16, but for norms). There is no adapter.
-    """
-    model, tied = tmp_path / "model", shape != "shards"
-    if shape == "norms of heads":
-        torch_qwen2.make(model, 0, kind="Qwen3", head_dim=16, tie_word_embeddings=True).bfloat16().save_pretrained(
-            model
-        )
-    else:
-        small.bf16(model, shards=1 if tied else 2, tie_word_embeddings=tied)
-    config = runs.config(tmp_path / "run", model=str(model), weight_format="full", lora_rank=0, dtype=dtype)
-    policy = load_policy(model, lora=config.lora, dtype=jnp.dtype(dtype))
-    state = init_state(policy, config)
-    rng = np.random.default_rng(0)
-
-    def moved(leaf: jax.Array) -> jax.Array:
-        return leaf + jnp.asarray(rng.normal(scale=0.05, size=leaf.shape), jnp.float32)
-
-    state = state.replace(
-        step=jnp.int32(1), **{n: jax.tree.map(moved, getattr(state, n)) for n in ("weights", "norms")}
-    )
-    run_directory.write_config(tmp_path / "run", config)
-    checkpoints = Checkpointer(tmp_path / "run", 2)
-    checkpoints.save(state)
-    checkpoints.close()
-    for kind in ("peft", "vllm"):
-        assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--as", kind]) == 2
-        said = " ".join(capsys.readouterr().err.split())
-        assert f"--as '{kind}' writes an adapter" in said and "weight_format 'full'" in said
-    assert not (tmp_path / "out").exists()
-    assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--as", "merged"]) == 0
-    assert f"exporting the newest checkpoint of {tmp_path / 'run'}, of step 1" in capsys.readouterr().out
-    tensors = st.open_checkpoint(tmp_path / "out")
-    assert {array.dtype.name for array in tensors.values()} == {"bfloat16"}
-    assert ("lm_head.weight" in tensors) != tied
-    exported = load_policy(tmp_path / "out", lora=config.lora, dtype=jnp.bfloat16)
-    trained = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), (state.weights, state.norms))
-    found = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (exported.frozen, exported.norms))
-    assert_trees_equal(found, trained)
-
-
-def test_a_checkpoint_of_another_model_is_not_exported(tmp_path, capsys):
-    model = small.bf16(tmp_path / "model")
-    config = runs.config(tmp_path / "run", model=str(model), weight_format="full", lora_rank=0)
-    run_directory.write_config(tmp_path / "run", config)
-    assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--as", "merged"]) == 2
-    assert "holds no complete checkpoint: nothing to export yet" in " ".join(capsys.readouterr().err.split())
-    checkpoints = Checkpointer(tmp_path / "run", 2)
-    checkpoints.save(init_state(load_policy(model, lora=config.lora, dtype=jnp.float32), config))
-    checkpoints.close()
-    wider = small.bf16(tmp_path / "wider", intermediate_size=48)
-    assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--as", "merged", "--base", str(wider)]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "'model.layers.0.mlp.down_proj.weight' has shape (16, 48)" in said and "(16, 32) in the run's check" in said
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "nf4"])

@@ -200,7 +200,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "fields", "told"),
     [
-        ("lora_r: 8", {"weight_format": "full", "prompt_column": "prompt", "answer_column": ""}, "trains all weights"),
+        ("lora_r: 8", {"weight_format": None, "prompt_column": "prompt", "answer_column": ""}, "trains all weights"),
         (
             "lora_r: 8",
             {"system_prompt": "", "importance_sampling_cap": None},

@@ -27,7 +27,7 @@ from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import Ahead, Recorded, compile_calls, program, record
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.plan import make_update_plan
-from qerl_jax.rl.state import current_policy, init_state
+from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.shapes import decode_bytes, prefill_bytes
@@ -114,7 +114,6 @@ SETTINGS = {
         *("--lora-target-modules", "down_proj", "--rollout-memory-gb", "2e-5"),
         "--batch-invariant",
     ],
-    "full, KL": ["--weight-format", "full", "--lora-rank", "0", "--beta", "0.1"],
 }
 
 
@@ -156,7 +155,7 @@ def test_the_programs_of_a_step_are_known_from_its_config(tmp_path, flags):
         counter.take()
         noisy = Hooks().noisy(state.norms, 0.01, aqn_key)
         assert int(aqn.count_perturbed(state.norms, noisy)) == len(jax.tree.leaves(noisy))
-        actor = current_policy(policy, state).replace(norms=noisy)
+        actor = policy.replace(norms=noisy, lora=state.lora)
         rollout = generate(actor, Prompts.from_lists(prompts, length=limit), config.sampling, sample_key, config.engine)
         advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
         batch = make_batch(rollout, advantages, rewards, config.mask_truncated_completions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import prepare
 from qerl_jax.run.choose_rewards import with_rewards
+from qerl_jax.run.dry_run import show_dry_run
 from qerl_jax.types import TrainState
 
 
@@ -232,6 +234,15 @@ def test_a_curriculum_by_a_column(tmp_path):
         prepare.load_problems(config, tokenizer, console)
     with pytest.raises(DataError, match="has no column 'difficulty'; its columns are"):
         prepare.load_problems(dataclasses.replace(config, data_order="difficulty"), tokenizer, console)
+
+
+def test_a_dry_run_says_how_many_updates_its_epochs_make(tmp_path):
+    options = {"max_steps": -1, "batch_size": 20, "dynamic_sampling": False, "data_order": "sequential"}
+    console = Console(record=True, file=io.StringIO(), width=140)
+    show_dry_run(runs.config(tmp_path / "run", **options), console)
+    text = console.export_text()
+    assert "num_train_epochs 1 of 96 problems: max_steps 38\n" in text  # 2 updates for each 5
+    assert "data_order sequential: 19 rollouts of 5 leave out the last 1 of 96 problems\n" in text
 
 
 def test_kernels_that_cannot_run_are_refused(tmp_path, capsys, nothing_compiled_ahead):

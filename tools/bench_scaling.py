@@ -188,7 +188,7 @@ def measure(
         return [*np.diff(times), times[-1] - times[0]]
 
     names = trained_names(state)
-    layers = layers_of(state.lora, state.norms, state.weights)
+    layers = layers_of(state.lora, state.norms)
     sums = empty_sums(["loss", "tokens", "trained_tokens"])
 
     def all_reduce(_: int) -> dict[str, float]:

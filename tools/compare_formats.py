@@ -11,8 +11,8 @@ all arithmetic is fp32, so that nothing but the format differs from the stored w
   its standard error over the sequences, and the share of tokens at which both have the same most likely token.
 
 `bits_per_weight` counts codes and block scales; NVFP4 has one fp32 global scale for each tensor in addition. A format
-whose blocks do not fit the input features is left out, with a line that says so. `weight_format: full` computes with
-bf16 weights: its row is that of bf16. Rows go to `formats.json` of tools/results/cpu, or of `--out`.
+whose blocks do not fit the input features is left out, with a line that says so. Rows go to `formats.json` of
+tools/results/cpu, or of `--out`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """What a run trained: where it is, and the tensors of its newest checkpoint by Hugging Face's names. A run that was
-stopped, as one that goes on after its end, has its newest adapter there only, and so has every run its weights that
-trained all of them.
+stopped, as one that goes on after its end, has its newest adapter there only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CONFIG_FILE
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.config import load as load_config
 from qerl_jax.messages import shown
-from qerl_jax.models.config import ModelConfig, tensors_of
+from qerl_jax.models.config import ModelConfig
 
 # Paths of a `TrainState`'s arrays in a checkpoint.
 _LORA = re.compile(r"lora/layers/(\d+)/\w+/\w+/lora/(\w+)/([ab])")
@@ -57,11 +56,6 @@ class Source:
         return hf_config.model_config(self.base)
 
     @property
-    def is_full(self) -> bool:
-        """Whether all weights were trained."""
-        return self.config is not None and self.config.is_full
-
-    @property
     def quantizes(self) -> bool:
         """Whether the base was quantized while loading."""
         return self.weight_format not in (None, "bf16") and hf_config.stored_quantization(self.base) is None
@@ -94,13 +88,14 @@ def find_source(directory: Path, base: str | None = None, weight_format: str | N
         )
     newest, step = latest_step(directory), None
     goes_on = newest is not None and config.max_steps > 0 and newest < config.num_rollouts  # after it had been finished
-    if config.is_full or not adapter.is_dir() or goes_on:
+    if not adapter.is_dir() or goes_on:
         adapter, step = None, newest
         if step is None:
-            nothing = "no" if config.is_full else f"neither {ADAPTER_DIR}/ nor a"
-            raise ConfigError(f"{directory} holds {nothing} complete checkpoint: nothing to export yet")
+            raise ConfigError(
+                f"{directory} holds neither {ADAPTER_DIR}/ nor a complete checkpoint: nothing to export yet"
+            )
     base = base or config.model
-    return Source(directory, assets.model_path(base), _name(base), config.loaded_format, adapter, config, step)
+    return Source(directory, assets.model_path(base), _name(base), config.weight_format, adapter, config, step)
 
 
 def format_for(adapter: Path, base: Path, weight_format: str | None) -> str | None:
@@ -150,24 +145,6 @@ def write_trained_adapter(source: Source, directory: Path) -> None:
     moved = source.config.train_norms or any(name.startswith("reference_norms/") for name in arrays)
     trained_on = loaded_format(source.base, source.weight_format)
     write_adapter(directory, source.config.lora, lora, _norms(arrays) if moved else {}, source.base_model, trained_on)
-
-
-def trained_weights(source: Source) -> dict[str, np.ndarray]:
-    """fp32 masters of a checkpoint of full fine-tuning; a head that is tied to the embedding is not among them.
-
-    Raises CheckpointError for a checkpoint that is damaged.
-    """
-    arrays = Checkpointer(source.directory, keep=None).read(source.step, ("weights/", "norms/"))
-    masters = _norms(arrays)
-    for spec in tensors_of(source.model):
-        for layer in spec.places(source.model.num_layers):
-            place = () if layer is None else ("layers", str(layer))
-            values = ("values",) if spec.kind == "projection" else ()
-            array = arrays.get("/".join(("weights", *place, *spec.path, *values)))
-            if array is not None:  # layer norms are no weights
-                ends = np.cumsum([rows for _, rows in spec.parts])
-                masters |= dict(zip(spec.stored(layer), np.split(array, ends[:-1]), strict=True))
-    return masters
 
 
 def _norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

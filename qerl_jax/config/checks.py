@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 from qerl_jax import aqn
@@ -15,13 +14,13 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "be at least 1",
         lambda value: value >= 1,
         "max_prompt_length max_completion_length save_steps save_total_limit batch_size num_iterations "
-        "logprob_chunk_size eval_samples eval_num_generations eval_batch_size",
+        "logprob_chunk_size eval_samples eval_num_generations eval_batch_size lora_rank",
     ),
     ("be at least 2", lambda value: value >= 2, "num_generations"),
     (
         "be at least 0",
         lambda value: value >= 0,
-        "reward_workers max_refill_rounds learning_rate weight_decay lora_rank beta epsilon epsilon_high seed",
+        "reward_workers max_refill_rounds learning_rate weight_decay beta epsilon epsilon_high seed",
     ),
     (
         "be above 0",
@@ -43,7 +42,7 @@ def check(config: Config) -> None:
             value = getattr(config, name)
             if value is not None and not is_inside(value):
                 raise ConfigError(f"{name} must {words}, got {value}")
-    for contradictions in (_of_lists, _of_training, _of_full, _of_vllm):
+    for contradictions in (_of_lists, _of_training, _of_vllm):
         if message := next(contradictions(config), None):
             raise ConfigError(message)
     try:
@@ -79,8 +78,8 @@ def _of_lists(c: Config) -> Iterator[str]:
     if None not in (c.reward_funcs, c.reward_weights) and len(c.reward_funcs) != len(c.reward_weights):
         counts = f"{len(c.reward_funcs)} reward_funcs but {len(c.reward_weights)} reward_weights"
         yield f"{counts}: give each one, or reward_weights None"
-    if c.lora_rank and not c.lora_target_modules:
-        yield f"lora_rank {c.lora_rank}, but lora_target_modules is empty: name at least one projection"
+    if not c.lora_target_modules:
+        yield "lora_target_modules is empty: name at least one projection"
 
 
 def _of_training(c: Config) -> Iterator[str]:
@@ -92,8 +91,6 @@ def _of_training(c: Config) -> Iterator[str]:
         yield f"num_generations {c.num_generations} does not divide batch_size {c.batch_size}"
     if c.overlong_tokens > c.max_completion_length:
         yield f"overlong_buffer {c.overlong_buffer} exceeds max_completion_length {c.max_completion_length}"
-    if c.lora_rank == 0 and not c.is_full:
-        yield "lora_rank 0 without weight_format 'full': there would be no adapters to train"
     if c.loss_type == "cispo" and c.upper_clip < 1:
         yield (
             f"epsilon_high {c.epsilon_high} would cap the ratio of loss_type 'cispo', which starts at 1: set it to at "
@@ -110,19 +107,6 @@ def _of_training(c: Config) -> Iterator[str]:
         yield f"importance_sampling_mode {mode!r} has no meaning without importance_sampling_cap"
 
 
-def _of_full(c: Config) -> Iterator[str]:
-    """Settings of adapters, which full fine-tuning would leave without effect."""
-    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    for name in ("adapter", "lora_rank", "lora_alpha", "use_rslora", "lora_target_modules"):
-        value = getattr(c, name)
-        if c.is_full and value != defaults[name] and (name, value) != ("lora_rank", 0):
-            value = list(value) if isinstance(value, tuple) else value
-            yield (
-                f"{name} {value!r} contradicts weight_format 'full', which trains all weights and has no adapters: "
-                f"leave {name} out"
-            )
-
-
 def _of_vllm(c: Config) -> Iterator[str]:
     """What vLLM cannot do, or does in another way."""
     if c.rollout_backend != "vllm":
@@ -130,7 +114,6 @@ def _of_vllm(c: Config) -> Iterator[str]:
             yield f"vllm_gpu_memory_utilization {share} has no meaning for rollout_backend {c.rollout_backend!r}"
         return
     for is_wrong, what, reason in (
-        (c.is_full, "weight_format 'full'", "it loads the checkpoint once and then takes adapters only"),
         (c.dtype != "bfloat16", f"dtype {c.dtype!r}", "vLLM's attention computes in 16 bits"),
         (c.batch_invariant, "batch_invariant True", "its completions depend on their batch"),
         (c.deterministic, "deterministic True", "its kernels do not repeat bit for bit"),

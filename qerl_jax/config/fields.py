@@ -63,9 +63,8 @@ class Config:
     ORGANIZATION/NAME, which is downloaded, or "tiny", the bundled policy."""
     adapter: str | None = None
     """PEFT adapter directory to start from; its rank and targets must be those asked for here."""
-    weight_format: Literal[*WEIGHT_FORMATS, "full"] | None = None
-    """Quantize an unquantized checkpoint to this format while loading. None keeps what is stored. "full": no
-    adapters; all weights are trained, in fp32, and computed with in `dtype` (docs/export.md: how to export them)."""
+    weight_format: Literal[*WEIGHT_FORMATS] | None = None
+    """Quantize an unquantized checkpoint to this format while loading. None keeps what is stored."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the model."""
     matmul_kernel: Literal["auto", "xla", "mosaic_gpu"] = "auto"
@@ -151,7 +150,7 @@ class Config:
     """Gradient clipping threshold (global norm)."""
 
     lora_rank: int = 32
-    """LoRA rank. weight_format "full" has no adapters."""
+    """Rank of the LoRA adapters."""
     lora_alpha: float | None = None
     """LoRA alpha: the scale is alpha / rank. None: alpha = rank, a scale of 1."""
     use_rslora: bool = False
@@ -159,8 +158,7 @@ class Config:
     lora_target_modules: tuple[str, ...] = PROJECTIONS
     """Projections with an adapter; "all-linear", as in PEFT: all seven."""
     train_norms: bool = False
-    """Also train the 2 L layer norms, as QeRL's scripts do (--ln True); the paper and the recipes do not. With
-    weight_format "full" they are always trained."""
+    """Also train the 2 L layer norms, as QeRL's scripts do (--ln True); the paper and the recipes do not."""
 
     loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = "dapo"
     """Loss aggregation: grpo: mean of per-sequence means; bnpo, dapo: token mean; dr_grpo: sum divided
@@ -336,30 +334,13 @@ class Config:
         return self.max_refill_rounds if self.dynamic_sampling else 0
 
     @property
-    def is_full(self) -> bool:
-        """Whether all weights are trained."""
-        return self.weight_format == "full"
-
-    @property
-    def trains_norms(self) -> bool:
-        """Whether the layer norms are trained."""
-        return self.train_norms or self.is_full
-
-    @property
-    def loaded_format(self) -> str | None:
-        """The format in which weights are loaded: `weight_format`, or unquantized where all weights are trained."""
-        return "bf16" if self.is_full else self.weight_format
-
-    @property
     def system_message(self) -> str | None:
         """`system_prompt`, or that of `prompt_format`; None: the datasets' own."""
         return PROMPT_FORMATS.get(self.prompt_format) if self.system_prompt is None else self.system_prompt
 
     @property
     def lora(self) -> LoraConfig:
-        """Shape of the adapters; of rank 0 where all weights are trained."""
-        if self.is_full:
-            return LoraConfig(rank=0)
+        """Shape of the adapters."""
         return LoraConfig(self.lora_rank, self.lora_alpha, self.use_rslora, self.lora_target_modules)
 
     @property

@@ -41,7 +41,7 @@ UNSUPPORTED = {
     "pipeline parallelism and FSDP": "pipeline_parallel_size deepspeed fsdp",
     "models other than Qwen2.5, Qwen3 (dense) and Llama 3": "",
     "GGUF and GPTQ checkpoints": "gguf_file",
-    "full fine-tuning of more than 3B on one GPU": "",
+    "full fine-tuning": "full_finetuning",
 }
 """README's list of what is not supported, and the names by which people ask for it."""
 
@@ -89,9 +89,8 @@ FOREIGN: dict[str, Foreign] = {
     "router_aux_loss_coef": Foreign("TRL", (), "no mixture of experts is implemented"),
     "disable_dropout": Foreign("TRL", (), "nothing here has dropout; an adapter with dropout is refused"),
     "cast_lm_head_to_fp32": Foreign("TRL", (), _PRECISION),
-    "full_finetuning": Foreign("Unsloth, QeRL", ("weight_format",), '"full" trains all weights'),
     # adapters
-    "use_peft": Foreign("TRL", ("weight_format",), 'adapters are on unless it is "full", which trains all weights'),
+    "use_peft": Foreign("TRL", ("lora_rank",), "adapters are always trained, never all weights"),
     "lora_r": Foreign("TRL", ("lora_rank",)),
     "r": Foreign("PEFT, Unsloth", ("lora_rank",)),
     "max_lora_rank": Foreign("Unsloth", ("lora_rank",)),
@@ -240,11 +239,11 @@ FOREIGN: dict[str, Foreign] = {
 
 _OFF = {  # values that ask for what holds here anyway, besides None, and false, 0 and "none" of what has no counterpart
     "false": "activation_offloading activation_checkpointing eval_on_start fp16 load_in_4bit use_quantization "
-    "full_finetuning ln gradient_checkpointing use_gradient_checkpointing use_vllm float8_kv_cache "
+    "ln gradient_checkpointing use_gradient_checkpointing use_vllm float8_kv_cache "
     "overwrite_output_dir resume_from_checkpoint use_bias_correction_kl",
     "1": "repetition_penalty top_entropy_quantile vllm_tensor_parallel_size tensor_parallel_size "
     "pipeline_parallel_size",
-    "true": "bf16 gradient_checkpointing use_gradient_checkpointing log_completions logging_first_step",
+    "true": "use_peft bf16 gradient_checkpointing use_gradient_checkpointing log_completions logging_first_step",
     "no": "eval_strategy",
 }
 _ALWAYS = ("logging_steps", "logging_strategy")  # metrics.jsonl has more than any of their values asks for

@@ -111,8 +111,7 @@ def _model(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         if values.pop("load_in_4bit", False):
             fields["weight_format"] = values.pop("bnb_4bit_quant_type", "nf4")
     else:
-        fields["weight_format"] = "full"
-        left_out.append("use_peft False: without it TRL trains all weights; for LoRA remove weight_format")
+        left_out.append("use_peft False: TRL then trains all weights; here adapters, with a larger learning_rate")
         for name in (*_LORA, "use_rslora", "lora_modules_to_save", "load_in_4bit", "bnb_4bit_quant_type"):
             if name in values:
                 left_out.append(f"{name} {shown(values.pop(name))}: needs use_peft")

@@ -19,13 +19,12 @@ from qerl_kernels.ops import rms_norm
 
 from qerl_jax import partition
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.formats import rounded
 from qerl_jax.models.linear import linear
 from qerl_jax.models.lora import Lora
 
 
 class Frozen(nnx.Variable):
-    """A weight that no adapter training updates (`weight_format: full` trains it). Not an `nnx.Param`."""
+    """A weight that no update changes. Not an `nnx.Param`."""
 
 
 class Norm(nnx.Variable):
@@ -67,12 +66,10 @@ class Projection(nnx.Module):
         route: Route | None = None,
         lora_x: LoraX | None = None,
     ) -> Float[Array, "*B N"]:
-        """`linear` with this projection's weight, bias and adapters; a trained fp32 bias is rounded to x's dtype. Where
-        input features are divided, the devices' results, in x's dtype, are summed in fp32 and rounded once more.
+        """`linear` with this projection's weight, bias and adapters. Where input features are divided, the devices'
+        results, in x's dtype, are summed in fp32 and rounded once more.
         """
         bias = None if self.bias is None else self.bias.get_value()
-        if bias is not None and bias.dtype == jnp.float32:
-            bias = rounded(bias, x.dtype)
         weight, adapters = self.weight.get_value(), self.adapters()
         if self.division is partition.Division.OUTPUTS:
             x = partition.enter(x)

@@ -84,11 +84,9 @@ def layer_bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Conf
         attention += 4 * model.num_heads * t * (segments + of_prefixes)  # statistics by segment
     else:
         attention += 12 * model.num_heads * pack.longest_suffix * pack.longest  # scores, weights, a gradient
-    mlp = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d) if config.lora.rank else t * itemsize * (3 * f + 2 * d)
+    mlp = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d)
     chunk = min(config.logprob_chunk_size, t)
     head = chunk * model.vocab_size * (4 + itemsize) + t * d * (4 + 2 * itemsize)
-    if config.is_full and itemsize < 4:
-        head += itemsize * model.vocab_size * d  # the head in the compute dtype
     # With tensor parallelism a sum over devices in fp32, and what is summed.
     more = xla.dequantized_bytes + (8 * t * d if model.is_part else 0)
     wide_gate_up, wide_x = (xla.wide(t, width) for width in (2 * f, d))
@@ -96,7 +94,7 @@ def layer_bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Conf
         input=4 * d * t,
         gate_up=2 * itemsize * t * f,
         rest=rest,
-        forward=itemsize * t * (f + d) + (wide_gate_up if config.lora.rank else 0) + more,
+        forward=itemsize * t * (f + d) + wide_gate_up + more,
         mlp=mlp + more,
         attention=attention + more,
         gate_up_again=mlp + wide_gate_up + more,

@@ -1,5 +1,5 @@
 """The two ends of a micro-batch: the embedding, and the head with loss, metrics and the gradient of the last layer's
-output; under full fine-tuning also the gradients of the weights outside of layers.
+output.
 
 Axes: B sequences of the batch, in their bucket, S sequences of the micro-batch, T its tokens, C completion tokens
 (column c is the token at prompt length + c), D model, V vocab.
@@ -19,7 +19,7 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.formats import rounded
 from qerl_jax.models.modules import final_norm
 from qerl_jax.programs import program
-from qerl_jax.rl.logprobs import add_head_gradient, logprobs_entropy_and_gradients
+from qerl_jax.rl.logprobs import logprobs_entropy_and_gradients
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.metrics import Sums, add_sums, empty_sums, token_sums
 from qerl_jax.rl.micro_batches import Assignment, Packed, last_of_prompts, pack, packed_tokens, predictors
@@ -104,23 +104,6 @@ def embed(
     return rounded(rows, jnp.dtype(dtype)), packed
 
 
-@program(donate_argnums=0)
-def embed_backward(
-    gradient: dict[str, Any], d_x: Float32[Array, "T D"], sequences: Sequences, packed: Packed
-) -> dict[str, Any]:
-    """The gradient of the weights outside of layers, with the embedding's of a micro-batch added.
-
-    Args:
-      gradient: so far, as in `head_loss`. Donated.
-      d_x: gradient of the residual stream before the first layer.
-      sequences: the batch's.
-      packed: the micro-batch.
-    """
-    embedding = gradient["embed_tokens"]
-    rows = jnp.where(packed.real, packed_tokens(sequences["tokens"], packed), embedding.shape[0])
-    return gradient | {"embed_tokens": embedding.at[rows].add(d_x, mode="drop")}
-
-
 @program(static_argnames="loss", keep_unused=True)
 def no_sums(loss: LossSettings, completions: LossInputs, reference: Float32[Array, "B C"] | None) -> Sums:
     """Sums over no token, of every metric that `head_loss` adds to, and the batch's tokens in the loss."""
@@ -161,7 +144,7 @@ def head_logprobs(
     return into.at[packed.rows].set(logprobs, mode="drop")
 
 
-@program(static_argnames=("shape", "loss"), donate_argnames=("sums", "into", "gradient"))
+@program(static_argnames=("shape", "loss"), donate_argnames=("sums", "into"))
 def head_loss(
     shape: HeadShape,
     loss: LossSettings,
@@ -175,14 +158,13 @@ def head_loss(
     reference: Float32[Array, "B C"] | None,
     sums: Sums,
     into: Float32[Array, "B C"],
-    gradient: dict[str, Any] | None = None,
-) -> tuple[Float32[Array, "T D"], Sums, Float32[Array, "B C"], dict[str, Any] | None]:
+) -> tuple[Float32[Array, "T D"], Sums, Float32[Array, "B C"]]:
     """Loss, metrics and gradient of a micro-batch.
 
     Args:
       shape, loss: static.
       distribution: the one sampled from.
-      frozen: "norm", the final norm's weight, and "head", the output embedding; in fp32 where they are trained.
+      frozen: "norm", the final norm's weight, and "head", the output embedding.
       x: the residual stream after the last layer.
       packed: the micro-batch.
       completions: the batch's completions.
@@ -192,11 +174,9 @@ def head_loss(
       reference: those of the model's checkpoint, where the loss needs them.
       sums: metrics so far. Donated.
       into: log-probabilities so far. Donated.
-      gradient: gradient so far of the weights outside of layers, in the form of `Policy.frozen`; None: they are frozen.
-        Donated.
 
     Returns:
-      The gradient of x; the sums, the log-probabilities and `gradient` with this micro-batch's.
+      The gradient of x; the sums and the log-probabilities with this micro-batch's.
     """
     mask = _own(completions["mask"], packed, False)
     of = ("logprobs", "entropy") if loss.uses_entropy else ("logprobs",)
@@ -218,8 +198,7 @@ def head_loss(
     values = {"logprobs": logprobs, "entropy": entropy}
     d_values, own = jax.grad(loss_of, has_aux=True)({name: values[name] for name in of})
     into = into.at[packed.rows].set(logprobs, mode="drop")
-    d_x, gradient = pullback(d_values, gradient)
-    return d_x, add_sums(sums, own), into, gradient
+    return pullback(d_values), add_sums(sums, own), into
 
 
 def _to_places(
@@ -250,19 +229,10 @@ def _own(array: Array, packed: Packed, empty: Any) -> Array:
 
 
 def _head(shape, distribution, frozen, x, packed, completions, mask, of):
-    """(log-probabilities [S, C], entropy [S, C], pullback of those named in `of` to x and to the weights outside of
-    layers), 0 outside of the mask.
-    """
+    """(log-probabilities [S, C], entropy [S, C], pullback of those named in `of` to x), 0 outside of the mask."""
     width = mask.shape[1]
     total = packed.real.shape[0]
-
-    dtype = jnp.dtype(shape.dtype)
-
-    def norm(x: Array, weight: Array) -> Array:
-        return final_norm(shape.model, weight, dtype)(x)
-
-    hidden, norm_pullback = jax.vjp(norm, x, frozen["norm"])
-    matrix = frozen["head"] if frozen["head"].dtype == dtype else rounded(frozen["head"], dtype).astype(dtype)
+    hidden, norm_pullback = jax.vjp(final_norm(shape.model, frozen["norm"], jnp.dtype(shape.dtype)), x)
     # Only completion tokens go through the head: their places, side by side.
     [wanted] = jnp.nonzero(mask.reshape(-1), size=total, fill_value=mask.size)
     count = mask.sum()
@@ -271,21 +241,17 @@ def _head(shape, distribution, frozen, x, packed, completions, mask, of):
     targets = _own(completions["targets"], packed, 0).reshape(-1)[inside]
     states = hidden.at[places].get(mode="fill", fill_value=0)
     logprobs, entropy, gradients = logprobs_entropy_and_gradients(
-        matrix, states, targets, count, distribution, shape.chunk, of
+        frozen["head"], states, targets, count, distribution, shape.chunk, of
     )
 
     def spread(values: Array) -> Array:
         return jnp.zeros(mask.size).at[wanted].set(values, mode="drop").reshape(mask.shape)
 
-    def pullback(d_values: dict[str, Float32[Array, "S C"]], gradient: dict[str, Any] | None):
+    def pullback(d_values: dict[str, Float32[Array, "S C"]]) -> Float32[Array, "T D"]:
         within = jnp.arange(total) < count
         own = {name: jnp.where(within, d_values[name].reshape(-1)[inside], 0) for name in of}
         d_states = sum(own[name][:, None] * gradients[name] for name in of)
-        d_x, d_norm = norm_pullback(_to_places(d_states, wanted, places, mask, packed).astype(hidden.dtype))
-        if gradient is None:
-            return d_x, None
-        name = "lm_head" if "lm_head" in gradient else "embed_tokens"
-        d_head = add_head_gradient(gradient[name], matrix, states, targets, count, own, distribution, shape.chunk)
-        return d_x, gradient | {name: d_head, "norm": {"weight": gradient["norm"]["weight"] + d_norm}}
+        [d_x] = norm_pullback(_to_places(d_states, wanted, places, mask, packed).astype(hidden.dtype))
+        return d_x
 
     return spread(logprobs), spread(entropy), pullback

@@ -82,7 +82,6 @@ class LayerShape:
 
 def _layer(shape: LayerShape, frozen: Any, trained: Any) -> DecoderLayer:
     """The layer; trained weights stand in the place of the frozen ones."""
-    frozen = trained.get("weights", frozen)
     return merge_layer(shape.model, jnp.dtype(shape.dtype), frozen, trained["norms"], trained["lora"])
 
 
@@ -118,7 +117,7 @@ def forward(shape: LayerShape, frozen: Any, trained: Any, x: Float32[Array, "T D
     Args:
       shape: static.
       frozen: the layer's frozen weights.
-      trained: {"lora", "norms"} of the layer; under full fine-tuning "weights" too, in the form of `frozen`.
+      trained: {"lora", "norms"} of the layer.
       x: the residual stream.
       packed: the micro-batch.
     """

@@ -197,37 +197,3 @@ def _d_scaled(name: str, logprobs: Float32[Array, "C V"], is_target: Bool[Array,
         return is_target - jnp.exp(logprobs)
     entropy = entropy_of(logprobs)[:, None]
     return -jnp.exp(logprobs) * jnp.where(jnp.isfinite(logprobs), logprobs + entropy, 0)
-
-
-def add_head_gradient(
-    total: Float32[Array, "V D"],
-    head: Float[Array, "V D"],
-    hidden: Float[Array, "T D"],
-    targets: Int[Array, " T"],
-    count: Int[Array, ""],
-    d_values: dict[str, Float32[Array, " T"]],
-    distribution: Distribution,
-    chunk: int = CHUNK,
-) -> Float32[Array, "V D"]:
-    """The total with the gradient of the output embedding added: a second pass over the vocabulary, once the loss is
-    known. Holds the logits of `chunk` tokens at a time.
-
-    Args:
-      total: gradient so far.
-      head, hidden, targets, count, distribution, chunk: as in `logprobs_entropy_and_gradients`.
-      d_values: gradient of the loss to "logprobs" and "entropy", either or both; 0 beyond `count`.
-    """
-    chunk = min(chunk, hidden.shape[0])
-    padding = -hidden.shape[0] % chunk
-    hidden, targets, d_values = jax.tree.map(
-        lambda rows: jnp.pad(rows, ((0, padding), *[(0, 0)] * (rows.ndim - 1))), (hidden, targets, d_values)
-    )
-
-    def one(i: Array, total: Array) -> Array:
-        rows = (hidden, targets, d_values)
-        states, wanted, weights = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk), rows)
-        logprobs, is_target = _logprobs(head, states, wanted, distribution)
-        d_scaled = sum(weight[:, None] * _d_scaled(name, logprobs, is_target) for name, weight in weights.items())
-        return total + fp32_matmul((d_scaled / distribution.temperature).astype(hidden.dtype).T, states)
-
-    return jax.lax.fori_loop(0, (count + chunk - 1) // chunk, one, total)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from qerl_jax.programs import program
 from qerl_jax.rl.adamw import AdamW
 from qerl_jax.rl.metrics import Sums, mean_metrics
-from qerl_jax.rl.state import at_layer, from_layers, outside_layers, trained_trees
+from qerl_jax.rl.state import at_layer, from_layers, trained_trees
 from qerl_jax.types import TrainState
 
 Step = AdamW | Partial
@@ -80,9 +80,7 @@ def apply_gradients(state: TrainState, parts: Sequence[Any], sums: Sums) -> tupl
     whole = whole_of(state)
     if isinstance(state.optimizer, AdamW):
         update = state.optimizer
-        layers = state.model.num_layers
-        before, join = [at_layer(whole, i) for i in range(layers)], from_layers
-        before += [outside_layers(whole)] if len(parts) > layers else []
+        before, join = [at_layer(whole, i) for i in range(state.model.num_layers)], from_layers
     else:
         update = Partial(state.optimizer.update)
         before, join = [whole], lambda trees: trees[0]
@@ -97,7 +95,7 @@ def apply_gradients(state: TrainState, parts: Sequence[Any], sums: Sums) -> tupl
 
 def whole_of(state: TrainState) -> dict[str, Any]:
     """The optimizer's state and the trained trees."""
-    trained = trained_trees(state.lora, state.norms, state.weights, state.config)
+    trained = trained_trees(state.lora, state.norms, state.config)
     return {"opt_state": state.opt_state, **trained}
 
 
@@ -107,12 +105,9 @@ def zeros_like(tree: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, tree)
 
 
-def parts_of(gradients: Sequence[dict[str, Any]], outside: dict[str, Any] | None = None) -> list[Any]:
-    """The gradient of each layer's trained trees in the form of `at_layer`; behind them that of the weights in no
-    layer, if some are trained, in the form of `outside_layers`.
-    """
-    parts = [{name: {"layers": {0: own}} if own else {} for name, own in each.items()} for each in gradients]
-    return parts if outside is None else [*parts, {"norms": {"layers": {}}, "weights": outside}]
+def parts_of(gradients: Sequence[dict[str, Any]]) -> list[Any]:
+    """The gradient of each layer's trained trees in the form of `at_layer`."""
+    return [{name: {"layers": {0: own}} if own else {} for name, own in each.items()} for each in gradients]
 
 
 @program
@@ -145,7 +140,7 @@ def stays_finite(
 
     Args:
       update: of the optimizer.
-      before: "opt_state" and the trained trees, of one layer, of none or of all.
+      before: "opt_state" and the trained trees, of one layer or of all.
       gradient: gradient of the trained trees.
       factor: from `finish`.
       finite: from `finish`, or from this function for the parts before.

@@ -100,10 +100,9 @@ def make_update_plan(
     free = rollout_bytes = None
     if device_bytes is not None:
         bytes_of = functools.partial(partition.bytes_on_device, count=state.model.tensor_parallel)
-        held, trained = bytes_of((frozen, state)), trained_trees(state.lora, state.norms, state.weights, config)
+        held, trained = bytes_of((frozen, state)), trained_trees(state.lora, state.norms, config)
         free = max(0.0, _SHARE * device_bytes - held - bytes_of(trained))
-        # Where all weights are trained, a rollout reads a copy of them in the compute dtype.
-        rollout_bytes = device_bytes - held - (bytes_of(frozen) if config.is_full else 0)
+        rollout_bytes = device_bytes - held
     longest = config.max_prompt_length + config.max_completion_length if longest is None else longest
     itemsize = frozen["embed_tokens"].dtype.itemsize
     xla = xla_matmuls(frozen["layers"], itemsize, gpu)

@@ -31,7 +31,7 @@ from qerl_jax.rl.micro_batches import Assignment, Packed, PackShape, assign, pro
 from qerl_jax.rl.optimizer import apply_gradients, parts_of, zeros_like
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, out_of_memory
 from qerl_jax.rl.reduction import over_replicas
-from qerl_jax.rl.state import outside_layers, trained_trees
+from qerl_jax.rl.state import trained_trees
 from qerl_jax.types import Batch, TrainState
 
 
@@ -59,8 +59,7 @@ def grpo_step(
 
     Args:
       state: from `init_state` or the last step.
-      frozen: `policy.frozen`; never donated, never copied. Under full fine-tuning only the reference reads it; the
-        weights of the policy are in the state.
+      frozen: `policy.frozen`; never donated, never copied.
       batch: `batch_size` rows.
       plan: how it is divided into micro-batches, and what of the forward pass runs twice to save memory, from
         `make_update_plan`, which knows the device's memory; None: as if that had no limit.
@@ -164,9 +163,9 @@ class Work(NamedTuple):
         """What the layers' programs are compiled for in a kind of micro-batch."""
         return dataclasses.replace(self.shape, pack=kind)
 
-    def embed(self, embedding: Array, sequences: head.Sequences, some: MicroBatch) -> tuple[Array, Packed]:
+    def embed(self, sequences: head.Sequences, some: MicroBatch) -> tuple[Array, Packed]:
         """The residual stream before the first layer, and the layout."""
-        pack = self.plan.pack.roomy()
+        pack, embedding = self.plan.pack.roomy(), self.frozen["embed_tokens"]
         return head.embed(self.shape.dtype, pack.tokens, pack.prefixes, embedding, sequences, some.assignment)
 
 
@@ -203,30 +202,19 @@ def no_logprobs(completions: head.LossInputs) -> Float32[Array, "B C"]:
 
 
 def trained_names(state: TrainState) -> list[str]:
-    """Which of a layer's trees train: "lora", and "norms" under `train_norms`; or "norms" and "weights"."""
-    return list(trained_trees(state.lora, state.norms, state.weights, state.config))
+    """Which of a layer's trees train: "lora", and "norms" under `train_norms`."""
+    return list(trained_trees(state.lora, state.norms, state.config))
 
 
-def layers_of(lora: Any, norms: Any, weights: Any = None) -> list[dict[str, Any]]:
-    """The trained trees of each layer, with "weights" where they are trained."""
+def layers_of(lora: Any, norms: Any) -> list[dict[str, Any]]:
+    """Adapters and layer norms of each layer."""
     adapters = lora.get("layers", {})
-    layers = [{"lora": adapters.get(i, {}), "norms": own} for i, own in sorted(norms["layers"].items())]
-    if weights is None:
-        return layers
-    return [layer | {"weights": weights["layers"][i]} for i, layer in enumerate(layers)]
+    return [{"lora": adapters.get(i, {}), "norms": own} for i, own in sorted(norms["layers"].items())]
 
 
-def head_of(weights: Any) -> dict[str, Any]:
-    """The weights behind the last layer, of `Policy.frozen` or of trees in its form."""
-    return {"norm": weights["norm"]["weight"], "head": weights.get("lm_head", weights["embed_tokens"])}
-
-
-def zero_gradients(state: TrainState, layers: list[dict[str, Any]]) -> tuple[list[Any], Any]:
-    """Gradients of zero: of each layer's trained trees, and of the trained weights in no layer (None without any). Made
-    between activations, which are freed earlier, they would split the free memory: peaks were up to 13 % higher.
-    """
-    gradients = [zeros_like({name: trained[name] for name in trained_names(state)}) for trained in layers]
-    return gradients, None if state.weights is None else zeros_like(outside_layers(state.weights))
+def head_of(frozen: Any) -> dict[str, Any]:
+    """The weights behind the last layer, of `Policy.frozen`."""
+    return {"norm": frozen["norm"]["weight"], "head": frozen.get("lm_head", frozen["embed_tokens"])}
 
 
 def _reference(
@@ -241,7 +229,7 @@ def _reference(
     layers = layers_of(without_adapters(state.lora), norms)
     logprobs = no_logprobs(completions)
     for some in micro_batches:
-        x, packed = work.embed(work.frozen["embed_tokens"], sequences, some)
+        x, packed = work.embed(sequences, some)
         shape = work.layer_shape(some.kind)
         for i, trained in enumerate(layers):
             x = layer.forward(shape, work.frozen["layers"][i], trained, x, packed)
@@ -261,25 +249,23 @@ def _update(
     reference: Array | None,
 ) -> tuple[TrainState, dict[str, Array], Array]:
     """One optimizer update; also returns the log-probabilities before it, [B, C]."""
-    weights = work.frozen if state.weights is None else state.weights
-    layers = layers_of(state.lora, state.norms, state.weights)
-    gradients, outside = zero_gradients(state, layers)
+    layers = layers_of(state.lora, state.norms)
+    # Made between activations, which are freed earlier, they would split the free memory: peaks were up to 13 % higher.
+    gradients = [zeros_like({name: trained[name] for name in trained_names(state)}) for trained in layers]
     sums, logprobs, d_x = head.no_sums(work.loss, completions, reference), no_logprobs(completions), None
     for some in micro_batches:
-        x, packed = work.embed(weights["embed_tokens"], sequences, some)
+        x, packed = work.embed(sequences, some)
         jax.block_until_ready(d_x)  # else a host that is ahead would hold the activations of two micro-batches
         d_x = None  # frees it before the forward pass
         shape = work.layer_shape(some.kind)
         x, kept = _forward(work, shape, layers, x, packed)
-        arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs, outside
+        arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs
         settings = work.head_shape, work.loss, state.config.sampling.distribution
-        d_x, sums, logprobs, outside = head.head_loss(*settings, head_of(weights), *arrays)
+        d_x, sums, logprobs = head.head_loss(*settings, head_of(work.frozen), *arrays)
         del x, arrays
         d_x = _backward(work, shape, layers, gradients, kept, d_x, packed)
-        if outside is not None:
-            outside = head.embed_backward(outside, d_x, sequences, packed)
-    parts = parts_of(gradients, outside)
-    del gradients, outside  # frees this replica's own behind the sum
+    parts = parts_of(gradients)
+    del gradients  # frees this replica's own behind the sum
     parts, sums = over_replicas(work.replicas, parts, sums)
     state, metrics = apply_gradients(state, parts, sums)
     return state, metrics, logprobs

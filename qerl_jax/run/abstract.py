@@ -46,7 +46,7 @@ def abstract_run(
     directory = model_path(config.model, weights=False)
     quantization = hf_config.stored_quantization(directory)
     model = dataclasses.replace(hf_config.model_config(directory), tensor_parallel=tensor_parallel)
-    return abstract_trees(model, loaded_format(directory, config.loaded_format), config, optimizer, quantization, gpu)
+    return abstract_trees(model, loaded_format(directory, config.weight_format), config, optimizer, quantization, gpu)
 
 
 def has_weights(directory: Path) -> bool:

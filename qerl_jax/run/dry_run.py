@@ -139,8 +139,6 @@ def memory_table(memory: MemoryEstimate, config: Config, devices: int = 1) -> Ta
 
     held = memory.weights + memory.state
     row("weights, adapters, norms, optimizer state", held, held, held)
-    if memory.copy:
-        row("copy of the trained weights", memory.copy, None, memory.copy)
     row(f"keys and values of {sequences} at a time", own.cache, None, other.cache)
     row("prefill: activations, or", own.prefill, None, other.prefill)
     row("decode step: logits and sampling", own.logits, None, other.logits)

@@ -5,7 +5,6 @@ adapter, plots, report.
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import signal
 from collections import Counter
 from pathlib import Path
@@ -37,7 +36,6 @@ from qerl_jax.reporting.report import Ending, write_report
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rl.adamw import AdamW, learning_rate_at
 from qerl_jax.rl.plan import within
-from qerl_jax.rl.state import current_policy
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.fingerprints import PROMPTS_DATE, fingerprints
@@ -120,14 +118,14 @@ def _of_new_length(state: TrainState, config: Config, before: int) -> str:
 
 
 def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
-    """Write plots and report; after the last step also export the adapter (where there is one), before all that may
-    fail, evaluate, and print the summary.
+    """Write plots and report; after the last step also export the adapter, before all that may fail, evaluate, and
+    print the summary.
     """
     config, directory, console, last = run.config, run.directory, run.console, int(state.step)
     if recorder.checkpoints:
         recorder.checkpoints.close()
     is_done = last == config.num_rollouts
-    if recorder.checkpoints and is_done and not config.is_full:
+    if recorder.checkpoints and is_done:
         export_trained(run.policy, state, directory / ADAPTER_DIR)
     if is_done and _lacks(run, recorder, "after"):
         say(console, "evaluating the trained policy on the same problems …")
@@ -160,10 +158,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
         "plots": PLOTS_DIR,
         "adapter": ADAPTER_DIR,
     }
-    if config.is_full:
-        del files["adapter"]
-        say(console, f"the trained model: python -m qerl_jax.export {shlex.quote(str(directory))} OUT --as merged")
-    elif health.refuse_untrained(rows, config):
+    if health.refuse_untrained(rows, config):
         files["adapter, which no step trained"] = files.pop("adapter")
     summary = [(name, result.describe()) for name, result in recorder.evaluations.all().items()]
     summary_table(console, summary, str(directory), list(files.items()))
@@ -206,7 +201,7 @@ def evaluate_state(run: Run, state: TrainState) -> Evaluation:
         (reward,), config.reward_workers, config.reward_timeout, allow_code_execution=config.allow_code_execution
     ) as rewards:
         return evaluate(
-            current_policy(run.policy, state),
+            run.policy.replace(norms=state.norms, lora=state.lora),
             run.eval_problems,
             config.eval_sampling,
             config.seed,

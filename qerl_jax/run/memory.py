@@ -19,7 +19,7 @@ from qerl_jax.models.formats import Dense, PackedNvfp4, Weight
 from qerl_jax.parallel import Replicas
 from qerl_jax.partition import bytes_on_device
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, within
-from qerl_jax.rl.state import refuse_divided, trained_trees
+from qerl_jax.rl.state import trained_trees
 from qerl_jax.rollout.shapes import choose_shapes, decode_bytes, prefill_bytes
 from qerl_jax.run.abstract import abstract_run, has_weights, tree_size
 from qerl_jax.types import Engine, Policy, TrainState
@@ -69,9 +69,8 @@ class MemoryEstimate:
     """Bytes on the device, as `estimate_memory` computes them.
 
     Attributes:
-      weights: the frozen base, or the checkpoint where all weights are trained.
-      state: adapters, norms, optimizer state; all trained weights.
-      copy: the trained weights in the compute dtype, beside the rollout or evaluation that reads them; 0 with adapters.
+      weights: the frozen base.
+      state: adapters, norms, optimizer state.
       rollout, evaluation: what sampling takes in training and in an evaluation.
       gradient: gradient of the trained trees.
       update_state: gradient and next state, which stand beside the last state once all activations are freed.
@@ -80,7 +79,6 @@ class MemoryEstimate:
 
     weights: int
     state: int
-    copy: int
     rollout: RolloutMemory
     evaluation: RolloutMemory
     gradient: int
@@ -90,13 +88,12 @@ class MemoryEstimate:
     @property
     def rollout_peak(self) -> int:
         """Peak during the rollout."""
-        return self.weights + self.state + self.copy + self.rollout.peak
+        return self.weights + self.state + self.rollout.peak
 
     @property
     def evaluation_peak(self) -> int:
         """Peak during an evaluation; 0 without one."""
-        held = self.weights + self.state + self.copy
-        return held + self.evaluation.peak if self.evaluation.sequences else 0
+        return self.weights + self.state + self.evaluation.peak if self.evaluation.sequences else 0
 
     @property
     def update_peak(self) -> int:
@@ -143,7 +140,7 @@ def memory_report(
     policy, state = abstract_run(config, tensor_parallel=tensor_parallel, gpu=gpu)
     return MemoryReport(
         policy.config,
-        loaded_format(directory, config.loaded_format),
+        loaded_format(directory, config.weight_format),
         _file_bytes(directory),
         parameter_rows(policy, state),
         estimate_memory(policy, state, state.config, device_bytes, replicas, gpu),
@@ -184,14 +181,10 @@ def parameter_rows(policy: Policy, state: TrainState) -> list[ParameterRow]:
     stored = dense if named[1:] else policy.frozen["norm"]["weight"].dtype.name
     rows.append(ParameterRow(", ".join(named), others, stored, rest))
     noise = ", noise is added" if state.config.sigma_start > 0 else ""
-    trained = "trained" if state.config.trains_norms else f"frozen{noise}"
+    trained = "trained" if state.config.train_norms else f"frozen{noise}"
     rows.append(ParameterRow(f"layer norms ({trained})", tree_size(policy.norms), "float32", held(policy.norms)))
-    if state.weights is not None:
-        size = tree_size(state.weights)
-        rows.append(ParameterRow("all but layer norms (trained)", size, "float32", held(state.weights)))
-    if rank := state.config.lora.rank:
-        size = tree_size(policy.lora)
-        rows.append(ParameterRow(f"adapters, rank {rank} (trained)", size, "float32", held(policy.lora)))
+    adapters = f"adapters, rank {state.config.lora_rank} (trained)"
+    rows.append(ParameterRow(adapters, tree_size(policy.lora), "float32", held(policy.lora)))
     rows.append(ParameterRow("AdamW's moments", tree_size(state.opt_state), "float32", held(state.opt_state)))
     return rows
 
@@ -246,8 +239,6 @@ def evaluation_fits(
 
 def refuse_division(config: Config, tensor_parallel: int) -> None:
     """Raise ValueError for a config that does not go with so many devices a process, whatever its model."""
-    if config.is_full:
-        refuse_divided(tensor_parallel)
     if config.batch_invariant and tensor_parallel > 2:
         raise ConfigError(
             f"batch_invariant needs tensor_parallel_size 1 or 2, got {tensor_parallel}: more GPUs add in an order that "
@@ -275,10 +266,9 @@ def _oversized(memory: MemoryEstimate, config: Config, device_bytes: float) -> s
     if memory.weights + memory.state + memory.update_state > device_bytes:
         held, more, limit = memory.weights + memory.state, memory.update_state, device_bytes
         held, more, limit = (f"{count / 1e9:.1f} GB" for count in (held, more, limit))
-        remedy = "; train adapters, with another weight_format than 'full'" if config.is_full else ""
         return (
             f"the update does not fit: beside {held} of weights and state, gradient and next state take {more}, more "
-            f"than is left of {limit}{remedy}"
+            f"than is left of {limit}"
         )
     if update.lacking_bytes:
         held, activations = memory.weights + memory.state + memory.gradient, update.kept_bytes + update.working_bytes
@@ -306,8 +296,7 @@ def estimate_memory(
 
     With e bytes of the compute dtype and the model's L, D, F, V, N query, K key heads of H:
 
-    - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient. With all
-      weights trained a rollout reads a copy of them in the compute dtype.
+    - weights, state: the arrays themselves. The update makes the next state beside the last, and a gradient.
     - cache: `2 L K H e` for each token of the prompts and completions that the rollout holds at one time
       (`rollout.shapes.choose_shapes`), at most `rollout_memory_gb`; so do the `eval_batch_size` of an evaluation.
     - prefill or logits of a decode step, whichever is more (`rollout.shapes.prefill_bytes`, `decode_bytes`).
@@ -327,7 +316,6 @@ def estimate_memory(
     lengths = config.max_prompt_length, config.max_completion_length
     on_device = functools.partial(bytes_on_device, count=model.tensor_parallel)
     weights, held = on_device(policy.frozen), on_device(state)
-    copy = weights if config.is_full else 0
     update = make_update_plan(state, policy.frozen, device_bytes, replicas=replicas, gpu=gpu)
 
     def sampling(problems: int, group: int, engine: Engine) -> RolloutMemory:
@@ -339,11 +327,10 @@ def estimate_memory(
         return RolloutMemory(shapes.slots, shapes.cache_bytes, prefill, decode_bytes(model, shapes.slots))
 
     evaluated = config.eval_samples, config.eval_num_generations, config.eval_engine
-    trained = on_device(trained_trees(state.lora, state.norms, state.weights, config))
+    trained = on_device(trained_trees(state.lora, state.norms, config))
     return MemoryEstimate(
         weights=weights,
         state=held,
-        copy=copy,
         rollout=sampling(config.num_prompts, config.num_generations, config.engine),
         evaluation=sampling(*evaluated) if config.eval_dataset else RolloutMemory(),
         gradient=trained,

@@ -19,7 +19,7 @@ from qerl_jax.backends.vllm_engine import VllmEngine
 from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.backends.vllm_settings import engine_options
 from qerl_jax.checkpoint import assets
-from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
+from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import accepted_quantization, load_policy, read_tokenizer
 from qerl_jax.checkpoint.of_run import formats_note
 from qerl_jax.checkpoint.orbax import refuse_changed
@@ -157,7 +157,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         programs.submit(rehearse_run, config, hooks, limit, replicas)
         if config.adapter is not None:
             base = assets.model_path(config.model)
-            if note := formats_note(Path(config.adapter), base, config.loaded_format):
+            if note := formats_note(Path(config.adapter), base, config.weight_format):
                 say(console, note)
         say(console, f"loading {config.model} …")
         loaded = load(config, console, replicas.tensor_parallel, tokenizer, problems)
@@ -255,14 +255,9 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
         adapter_config(Path(config.adapter))
     directory = assets.model_path(config.model, weights=False)
     refuse_division(config, tensor_parallel)
-    if config.is_full and (stored := stored_quantization(directory)):
-        raise ConfigError(
-            f"weight_format 'full' trains the unquantized weights, but {directory} holds quantized ones "
-            f"({stored.layout.name})"
-        )
     model = dataclasses.replace(model_config(directory), tensor_parallel=tensor_parallel)
     positions = model.max_position_embeddings
-    accepted_quantization(directory, config.loaded_format)
+    accepted_quantization(directory, config.weight_format)
     completion, room = config.max_completion_length, positions - config.max_completion_length
     limit = f"max_position_embeddings {positions} of {directory / 'config.json'}"
     if room < 1:
@@ -312,7 +307,7 @@ def load(
 
         return load_policy(
             assets.model_path(config.model),
-            config.loaded_format,
+            config.weight_format,
             config.lora,
             jnp.dtype(config.dtype),
             config.adapter,

@@ -13,7 +13,6 @@ from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, within
 from qerl_jax.rl.reduction import check_same_state
-from qerl_jax.rl.state import current_policy
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import engine
 from qerl_jax.run.abstract import abstract_run
@@ -49,7 +48,7 @@ def rehearse_step(
     # A function of the user's may read values.
     noisy = state.norms if hooks.perturb else hooks.noisy(state.norms, 0.0, keys.for_step(0, keys.Purpose.AQN, 0))
     aqn.count_perturbed(state.norms, noisy)
-    actor = current_policy(policy, state).replace(norms=noisy)
+    actor = policy.replace(norms=noisy, lora=state.lora)
     prompts = len(replicas.share(config.num_prompts))
     if config.rollout_backend == "jax" and prompts:
         sizes, key = (prompts, config.max_prompt_length), keys.for_step(0, keys.Purpose.SAMPLE, 0)

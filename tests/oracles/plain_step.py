@@ -86,7 +86,7 @@ def _combine(name: str, values: Array) -> Array:
 def _update(state: TrainState, frozen: Any, rows: dict[str, Array]) -> tuple[TrainState, dict[str, Array], Array]:
     """One optimizer update; also returns the log-probabilities before it, [B, C]."""
     config: Config = state.config
-    params = trained_trees(state.lora, state.norms, state.weights, config)
+    params = trained_trees(state.lora, state.norms, config)
     (_, (sums, logprobs)), gradient = jax.value_and_grad(_loss, has_aux=True)(params, state, frozen, rows)
     metrics = _reduce(sums)
     metrics["grad_norm"] = optax.tree.norm(gradient)

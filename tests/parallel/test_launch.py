@@ -115,10 +115,6 @@ def test_sizes_of_a_replica_that_are_not_there(size, said):
     [
         (["--tensor-parallel-size", "3"], "tensor_parallel_size 3 does not divide num_key_value_heads 2"),
         (
-            ["--tensor-parallel-size", "2", "--weight-format", "full", "--lora-rank", "0"],
-            "not with tensor_parallel_size 2",
-        ),
-        (
             ["--tensor-parallel-size", "4", "--batch-invariant"],
             "batch_invariant needs tensor_parallel_size 1 or 2, got 4",
         ),

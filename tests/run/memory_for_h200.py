@@ -38,21 +38,13 @@ from qerl_jax.types import Batch, Policy, TrainState
 SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)
 FEW = [
     (SMALL, {}),
-    (
-        dataclasses.replace(SMALL, vocab_size=64000),
-        {"logprob_chunk_size": 512, "weight_format": "full", "lora_rank": 0},
-    ),
+    (dataclasses.replace(SMALL, vocab_size=64000), {"logprob_chunk_size": 512}),
 ]
 OTHERS = [
     (SMALL, {"update_memory_gb": 0.017, "max_completion_length": 1984}),
     (SMALL, {"update_memory_gb": 1e-9, "max_completion_length": 1984}),
     (SMALL, {"max_completion_length": 192, "tokens_per_micro_batch": 1024}),
     (dataclasses.replace(SMALL, num_layers=6, intermediate_size=1024), {"max_completion_length": 448}),
-    (dataclasses.replace(SMALL, vocab_size=64000), {"logprob_chunk_size": 512}),
-    (
-        dataclasses.replace(SMALL, hidden_size=1024, intermediate_size=4096),
-        {"max_completion_length": 192, "weight_format": "full", "lora_rank": 0},
-    ),
 ]
 
 ADA = gpu_of("NVIDIA GeForce RTX 4090", 89, 128)
@@ -64,7 +56,7 @@ OTHERS_OF_ADA = [(SMALL, {})]
 
 def abstract_update(config: Config, model: ModelConfig) -> tuple[Policy, TrainState, Batch]:
     """Arguments of `grpo_step` as shapes."""
-    policy, state = abstract_trees(model, config.loaded_format, config)
+    policy, state = abstract_trees(model, config.weight_format, config)
     rollout = rollout_shape(config.batch_size, config.max_prompt_length + config.max_completion_length)
     return policy, state, jax.eval_shape(make_batch, rollout, jax.ShapeDtypeStruct((config.batch_size,), jnp.float32))
 
@@ -173,9 +165,7 @@ def row(model: ModelConfig, change: dict, compiled: Callable[[Recorded], Compile
 def main() -> None:
     without_cudnn()
     of_hopper, of_ada = (FEW, FEW_OF_ADA) if sys.argv[1] == "few" else (FEW + OTHERS, FEW_OF_ADA + OTHERS_OF_ADA)
-    rows = [  # the optimizer with adapters, and with all weights
-        row(model, change, for_gpu, not change or "weight_format" in change) for model, change in of_hopper
-    ]
+    rows = [row(model, change, for_gpu, not change) for model, change in of_hopper]
     h200.assume(ADA)
     compiled = functools.partial(for_gpu, gpu=ADA)
     rows += [row(model, change, compiled, False) for model, change in of_ada]
