@@ -28,6 +28,7 @@ from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.checkpoint.run_files import CONFIG_FILE
 from qerl_jax.config import Config, ConfigError, flags, load
+from qerl_jax.config.fields import answering
 from qerl_jax.config.from_trl import from_trl
 from qerl_jax.data.prompts import to_prompts
 from qerl_jax.messages import IN_MEMORY
@@ -57,6 +58,7 @@ from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import Prompts, Rollout, TrainState
 
 
+@answering
 def train(
     config: Config,
     console: Console | None = None,
@@ -72,7 +74,8 @@ def train(
     optimizer: Any = None,
     on_step: Callable[[dict[str, float], TrainState], None] | None = None,
     replicas: Replicas = ALONE,
-) -> TrainState:
+    dry_run: bool = False,
+) -> TrainState | None:
     """Run, or resume, the training that `config` describes; all output goes to `config.output_dir`.
 
     Args:
@@ -91,6 +94,7 @@ def train(
         What it raises ends the run like an error of the step.
       replicas: the processes that share the run's work, each of which calls this function. The first writes all output;
         `on_step` is called in each.
+      dry_run: show what the flag `--dry-run` shows, in place of a run; the result is None.
 
     A run with functions or records of its own is resumed by `train` with the same ones and `resume="auto"`: a
     checkpoint holds their fingerprints.
@@ -106,7 +110,12 @@ def train(
     with replicas:
         config = with_objects(config, reward_funcs, train_dataset, eval_dataset)
         hooks.check(config)
-        run, state = prepare(with_rewards(config), console, hooks, replicas)
+        config = with_rewards(config)
+        if dry_run:
+            check(config, replicas.count, replicas.tensor_parallel)
+            show_dry_run(config, console, replicas.count, replicas.tensor_parallel)
+            return None
+        run, state = prepare(config, console, hooks, replicas)
         lock = locked(run.directory) if replicas.is_first else contextlib.nullcontext()
         with lock, run.programs, run.vllm or contextlib.nullcontext():
             recorder, state = begin_run(run, state)
@@ -197,6 +206,12 @@ class _Arguments(launch.Devices, Config):
     right, a wrong and an unreadable answer; train nothing."""
 
 
+_INSTEAD = {
+    "from_trl": "python -m qerl_jax.train --from-trl FILE > mine.yaml, then parse(['--config', 'mine.yaml'])",
+    "dry_run": "here it is train(config, dry_run=True)",
+}
+"""What to call in Python in place of a flag that makes no config."""
+
 _REPLACED = {
     "--num-train-epochs": ("max_steps", -1),
     "--reward-funcs": ("reward_weights", None),
@@ -249,9 +264,15 @@ def _alone(given: Mapping[str, list[str]]) -> Path:
 
 def parse(argv: Sequence[str]) -> Config:
     """The config of a command line: flags over the file of `--config`; without it and `--model`, over the bundled
-    `tiny` run.
+    `tiny` run. Raises ConfigError for a flag that asks for something else than a config, which would be lost.
     """
-    return _parsed(argv)[1]
+    found, config = _parsed(argv)
+    for field in dataclasses.fields(_Arguments):
+        value = str(getattr(found, field.name))
+        if field.name not in (*vars(config), "config") and value not in (str(field.default), "1"):
+            instead = _INSTEAD.get(field.name, "it is no setting of a config")
+            raise ConfigError(f"--{field.name.replace('_', '-')} goes to the command: {instead}")
+    return config
 
 
 def _parsed(argv: Sequence[str]) -> tuple[_Arguments, Config]:

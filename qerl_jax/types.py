@@ -29,9 +29,6 @@ class FinishReason(enum.IntEnum):
     """The largest logit was not finite: the completion is excluded from the update."""
 
 
-_STATIC = {"static": True}  # of a pytree's field: no array
-
-
 class _Replace:
     def replace(self, **changes):
         """A copy with some fields changed."""
@@ -78,7 +75,11 @@ class Policy(_Replace):
         return self.frozen["embed_tokens"].dtype
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "cursor", "norms", "lora", "opt_state", "reference_norms"],
+    meta_fields=["model", "config", "optimizer"],
+)
 @dataclasses.dataclass(frozen=True)
 class TrainState(_Replace):
     """Everything that an update changes, and its static settings.
@@ -101,12 +102,14 @@ class TrainState(_Replace):
     lora: Any
     opt_state: Any
     reference_norms: Any
-    model: Any = dataclasses.field(metadata=_STATIC)
-    config: Any = dataclasses.field(metadata=_STATIC)
-    optimizer: Any = dataclasses.field(metadata=_STATIC)
+    model: Any
+    config: Any
+    optimizer: Any
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "lengths", "ids", "occurrences"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class Prompts(_Replace):
     """Right-padded prompts.
@@ -163,7 +166,9 @@ class Prompts(_Replace):
         return cls(*(jax.device_put(np.asarray(x, np.int32)) for x in (tokens, lengths, ids)))
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["temperature"], meta_fields=["top_k", "top_p", "min_p"]
+)
 @dataclasses.dataclass(frozen=True)
 class Distribution:
     """The distribution over the next token as programs take it: `Sampling` without lengths and counts. Another
@@ -175,9 +180,9 @@ class Distribution:
     """
 
     temperature: Float32[ArrayLike, ""] | None
-    top_k: int = dataclasses.field(metadata=_STATIC)
-    top_p: float = dataclasses.field(metadata=_STATIC)
-    min_p: float = dataclasses.field(metadata=_STATIC)
+    top_k: int
+    top_p: float
+    min_p: float
 
     @property
     def truncates(self) -> bool:
@@ -253,7 +258,11 @@ class Engine(_Replace):
                 raise ValueError(f"{name} must be above 0, got {value}")
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "logprobs", "prompt_lengths", "lengths", "finish", "prompt_index", "entropies"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Rollout(_Replace):
     """Prompts and their completions, each row contiguous from column 0.
@@ -289,7 +298,21 @@ class Rollout(_Replace):
         return self.attention_mask & (jnp.arange(self.tokens.shape[1]) >= self.prompt_lengths[:, None])
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "tokens",
+        "logprobs",
+        "prompt_lengths",
+        "lengths",
+        "finish",
+        "prompt_index",
+        "entropies",
+        "advantages",
+        "loss_mask",
+    ],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Batch(Rollout):
     """A scored rollout: the fields of `Rollout` (no `entropies`, which no update reads) and two more.

@@ -60,6 +60,7 @@ def test_yaml_is_read_as_written(tmp_path, text, values):
     assert all(type(getattr(config, name)) is type(value) for name, value in values.items())
 
 
+@pytest.mark.parametrize("kind", ["flag", "file", "argument"])
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
@@ -74,10 +75,17 @@ def test_yaml_is_read_as_written(tmp_path, text, values):
         ("seed", "2147483648", "must be at most 2147483647"),
     ],
 )
-def test_a_number_that_would_become_another_is_refused(field, value, words):
-    """As an argument; `tools/hostile_inputs.py` has many more, as flags and in files."""
+def test_a_number_that_would_become_another_is_refused(tmp_path, kind, field, value, words):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"{field}: {value}\n")
     with pytest.raises(ConfigError, match=re.escape(f"{field} {words}")):
-        Config(**{field: value})
+        match kind:
+            case "flag":
+                parse(["--model", "m", f"--{field}", value])
+            case "file":
+                load(path)
+            case "argument":
+                Config(**{field: value})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-320, 2**63, True, [1], None])
@@ -91,7 +99,7 @@ def test_a_value_of_python_that_is_no_such_number(value):
     [
         ("lerning_rate: 1", ["unknown field 'lerning_rate'; did you mean 'learning_rate'?"]),
         ("seed: 1\nlora-rank: 2\nlora_rank: 2", ["'lora_rank' is given twice, in lines 2 and 3"]),
-        ("lora_dropout: 0.1", ["lora_dropout is a name of TRL, Unsloth, no field here: with dropout"]),
+        ("lora_dropout: 0.1", ["lora_dropout is a name of TRL, Unsloth, no field here: there is no dropout"]),
         ("loss_type: ppo", ["loss_type", "'ppo'", "dapo"]),
         ("max_steps: many", ["max_steps", "'many'"]),
         ("max_steps: 0", ["max_steps", "0", "num_train_epochs"]),
@@ -157,7 +165,7 @@ def test_errors_name_file_field_and_values(tmp_path, text, words):
 
 def test_another_programs_argument_of_python_is_answered():
     for name, value in {"lora_r": 8, "lora-r": 8}.items():
-        with pytest.raises(ConfigError, match=r"^lora_r is a name of TRL: use lora_rank;"):
+        with pytest.raises(ConfigError, match=r"^lora_r is a name of TRL: use lora_rank$"):
             Config(**{name: value})
     with pytest.raises(ConfigError, match=r"^unknown field 'lerning_rate'; did you mean 'learning_rate'"):
         dataclasses.replace(Config(), lerning_rate=1)
@@ -299,6 +307,20 @@ def test_differences_name_both_values_and_spare_free_fields():
     ours = Config(model="m", learning_rate=1e-4, output_dir="b", save_steps=3)
     theirs = to_mapping(Config(model="m", learning_rate=1e-5, output_dir="a"))
     assert differences(ours, theirs) == ["learning_rate: 1e-05 -> 0.0001"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sigma_start": 0.02}, {"sigma_end": 1e-3}, {"num_stages": 5}, {"beta": 0.1},
+        {"temperature": 0.7}, {"seed": 1}, {"dataset": "arithmetic"}, {"reward_funcs": "answer"}, {"lora_rank": 8},
+        {"num_iterations": 2}, {"max_completion_length": 99}, {"eval_samples": 7}, {"learning_rate": 2e-4},
+    ],
+)  # fmt: skip
+def test_what_changes_the_algorithm_or_its_evaluation_is_told_on_resume(change):
+    noise = {"sigma_start": 0.01, "sigma_end": 5e-4}
+    [said] = differences(Config("m", **noise | change), to_mapping(Config("m", **noise)))
+    assert said.startswith(f"{next(iter(change))}: ")
 
 
 def test_what_an_out_of_memory_error_advises_to_change_may_change_on_resume():

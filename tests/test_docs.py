@@ -9,6 +9,8 @@ import re
 import shlex
 from pathlib import Path
 
+from qerl_jax.config import Config
+from qerl_jax.config.from_trl import translate
 from qerl_jax.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,13 +72,20 @@ def test_two_evaluations_are_compared(tmp_path, monkeypatch, capsys):
 
 
 def test_a_script_of_trl_moves_over():
-    """The program of docs/migration.md calls `train` with a config and arguments that it takes, and its reward pays."""
+    """The program of docs/migration.md calls `train` with a config and arguments that it takes, and its reward pays.
+    The config is what `--from-trl` makes of the same settings.
+    """
     [(_, text)] = [block for block in blocks((ROOT / "docs" / "migration.md").read_text()) if block[0] == "python"]
     calls, names = [], {"records": [{"prompt": [{"role": "user", "content": "2 + 2"}], "solution": "4"}]}
     names["train"] = lambda *values, **named: calls.append(inspect.signature(train).bind(*values, **named).arguments)
     exec(text.replace("from qerl_jax.train import train\n", ""), names)
     [given] = calls
     assert given["train_dataset"] == names["records"] and given["config"].reward_columns == ("solution",)
+    lora = {"use_peft": True, "lora_r": 32, "lora_alpha": 64, "lora_target_modules": "all-linear"}
+    batch = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 4, "max_completion_length": 256}
+    fields, _ = translate(lora | batch | {"learning_rate": 1e-5, "output_dir": "runs/moved"})
+    ours = {"model": "qwen-7b-nvfp4", "reward_columns": ("solution",)}
+    assert given["config"] == Config(**fields | ours)
     assert given["reward_funcs"][0]([[{"content": " 4\n"}], [{"content": "5"}]], ["4", "4"]) == [1.0, 0.0]
 
 

@@ -126,7 +126,7 @@ def test_the_way_over_and_back(moved, capfd, tmp_path):
 
 
 def test_a_scripts_flags_come_in(capfd):
-    """Behind the recipe: those with another name here are answered in one line, but for one that asks for what holds;
+    """Behind the recipe: those with another name here are answered in one line, but for those that ask for what holds;
     the others, with a learning rate of one's own, change that alone.
     """
     given = SCRIPTS["dapo_qwen2.5-7b_nvfp4_single_gpu.sh"] | {"learning-rate": "3e-5"}
@@ -135,7 +135,7 @@ def test_a_scripts_flags_come_in(capfd):
     assert train.main([*behind, *(word for flag, value in given.items() for word in (f"--{flag}", value))]) == 2
     said = capfd.readouterr().err
     assert said.count("\n") == 1 and len(foreign) == 12
-    assert {flag for flag in foreign if f"--{flag} is a name of " not in said} == {"logging-steps"}
+    assert {flag for flag in foreign if f"--{flag} is a name of " not in said} == {"logging-steps", "save-strategy"}
     kept = {flag: value for flag, value in given.items() if flag not in foreign | {"vllm-gpu-memory-utilization"}}
     config = parse([*behind, *(word for flag, value in kept.items() for word in (f"--{flag}", value))])
     recipe = load(assets.find_config("release-7b-nvfp4"))

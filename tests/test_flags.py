@@ -23,11 +23,7 @@ LOSSES = "['grpo', 'bnpo', 'dapo', 'dr_grpo', 'cispo']"
         ),
         (train.main, ["stray", "--seed", "1"], "unexpected argument 'stray': its arguments are flags, such as --model"),
         (train.main, ["--lx", "1"], "unknown flag --lx"),
-        (
-            train.main,
-            ["--lr", "1"],
-            "--lr is a name of other programs: use --learning-rate; docs/migration.md says more",
-        ),
+        (train.main, ["--lr", "1"], "--lr is a name of other programs: use --learning-rate"),
         (train.main, ["--learning-rate", "a b"], "learning_rate must be a number, got 'a b'"),
         (train.main, ["--batch-size", "12"], "num_generations 8 does not divide batch_size 12"),
         (train.main, ["--seed", "1", "--seed=2"], "--seed is given twice"),

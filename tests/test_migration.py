@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
+import functools
+import inspect
 import json
 import math
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from qerl_jax import train
 from qerl_jax.config import Config, ConfigError, from_trl, load
@@ -21,36 +25,105 @@ GOLDEN = Path(__file__).parent / "golden"
 FIELDS = {field.name for field in dataclasses.fields(Config)}
 
 
-def test_every_option_of_trl_and_of_the_release_has_a_field_or_a_reason():
-    trl = set(json.loads((GOLDEN / "trl_fields.json").read_text())["fields"])
+def test_every_option_of_trl_peft_and_of_the_release_has_a_field_or_a_reason():
+    """transformers' among them, the arguments of GRPOTrainer and those of `train` here."""
+    recorded = json.loads((GOLDEN / "trl_fields.json").read_text())
+    theirs = {name for group in ("fields", "inherited", "command", "trainer", "lora") for name in recorded[group]}
     release = json.loads((GOLDEN / "release_scripts.json").read_text())
     flags = {flag.replace("-", "_") for script in release["scripts"].values() for flag in script}
     defaults = {name for fields in release["fields"].values() for name in fields}
-    assert len(trl) > 80 and len(flags) == 40 and len(defaults) > 50  # 38 flags, and two of the 32B scripts alone
-    assert trl | flags | defaults <= FIELDS | FOREIGN.keys()
+    assert len(theirs) > 250 and len(flags) == 40 and len(defaults) > 50  # 38 flags, and two of the 32B scripts alone
+    assert theirs | flags | defaults <= FIELDS | FOREIGN.keys()
+    assert inspect.signature(train.train).parameters.keys() - FIELDS <= FOREIGN.keys() | {"config"}
 
 
 def test_the_table_names_fields_and_reasons():
     assert not FOREIGN.keys() & FIELDS
     for name, entry in FOREIGN.items():
         assert set(entry.fields) <= FIELDS, name
-        assert entry.origin and (entry.fields or entry.note), name
+        assert entry.origin and (entry.fields or entry.note or entry.held == "*"), name
     for name, ours in from_trl._RENAMED.items():  # the answer to a flag is what the translation of a file does
         assert name in FIELDS or ours in FOREIGN[name].fields, name
+
+
+HELD = """
+    {save_strategy: steps, optim: adamw_torch, disable_dropout: true, shuffle_dataset: true, use_peft: true,
+    generation_kwargs: {}, callbacks: [], gradient_checkpointing_kwargs: {use_reentrant: false}, task_type: CAUSAL_LM,
+    bias: none, peft_type: LORA, dataset_train_split: train, vllm_mode: colocate, bf16: true,
+    dataloader_pin_memory: false, logging_steps: 7, activation_offloading: false, vllm_tensor_parallel_size: 1,
+    multi_objective_aggregation: sum_then_normalize, inference_mode: false, warmup_ratio: 0.1, do_train: true,
+    rank_pattern: {}}
+"""
+ASKING = """
+    {save_strategy: epoch, optim: adamw_8bit, shuffle_dataset: false, use_peft: false, generation_kwargs: {top_k: 3},
+    task_type: SEQ_CLS, bias: all, peft_type: IA3, dataset_train_split: half, vllm_mode: server, bf16: false,
+    init_lora_weights: gaussian, use_dora: true, warmup_steps: 0, lora_dropout: 0.1, callbacks: [x], log_level: info}
+"""
+
+
+def test_values_that_ask_for_what_holds_are_taken_and_no_others(tmp_path):
+    """In a file, as flags and as arguments, of which peft and transformers have some as members of an enumeration."""
+    (tmp_path / "held.yaml").write_text(HELD)
+    assert load(tmp_path / "held.yaml") == Config()
+    flags = [f"--{name}={value}" for name, value in yaml.safe_load(HELD).items()]
+    assert parse(["--model", "m", "--bf16", *(flag for flag in flags if "bf16" not in flag)]) == Config("m")
+    members = enum.Enum("Member", {"ADAMW_TORCH": "adamw_torch_fused", "CAUSAL": "CAUSAL_LM"})
+    assert Config(optim=members.ADAMW_TORCH, task_type=members.CAUSAL) == Config()
+    for name, value in {**yaml.safe_load(ASKING), "train_dataset": [{"question": "1"}]}.items():
+        with pytest.raises(ConfigError, match=f"^{name} is a name of "):
+            Config(**{name: value})
+
+
+def test_what_a_script_of_trl_gives_to_train_is_answered():
+    for given, words in {
+        "args": "args is a name of TRL, no field here: its settings are fields of Config (docs/migration.md has a",
+        "peft_config": "peft_config is a name of TRL: use lora_rank and lora_alpha and lora_target_modules (LoRA is on",
+        "callbacks": "callbacks is a name of TRL, no field here: train(config, on_step=…) calls a function",
+    }.items():
+        for called in (Config, functools.partial(train.train, Config("tiny"))):
+            with pytest.raises(ConfigError, match=f"^{re.escape(words)}"):
+                called(**{given: object()})
+    with pytest.raises(ConfigError, match=r"^reward_weights and top_p: fields of Config, the first argument: train"):
+        train.train(Config("tiny"), reward_weights=[1], top_p=0.5)
+    with pytest.raises(ConfigError, match=r"^unknown argument 'reward_func'; did you mean 'reward_funcs'"):
+        train.train(Config("tiny"), reward_func=len)
+    theirs = dataclasses.make_dataclass("GRPOConfig", [])()
+    with pytest.raises(ConfigError, match=r"^config is a GRPOConfig, not a qerl_jax\.Config: docs/migration"):
+        train.train(theirs)
+    with pytest.raises(ConfigError, match=r"^model must be of type str, got an object of type GRPOConfig$"):
+        Config(theirs)
+    with pytest.raises(
+        ConfigError, match=r"^dataset must be of type str, got \{'question': '1'\}: give records to train"
+    ):
+        Config(dataset=[{"question": "1"}])
+
+
+def test_flags_that_make_no_config_are_refused_in_python():
+    for words, said in {
+        "--from-trl trl.yaml": "--from-trl goes to the command: python -m qerl_jax.train --from-trl FILE > mine.yaml",
+        "--dry-run": r"--dry-run goes to the command: here it is train\(config, dry_run=True\)",
+        "--devices 2": "--devices goes to the command: it is no setting of a config",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            parse(["--model", "m", *words.split()])
+    assert parse(["--model", "m", "--devices", "all", "--dry-run", "False"]) == Config("m")
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model_name_or_path", "Qwen/Qwen2.5-3B-Instruct"], "--model-name-or-path is a name of TRL: use --model;"),
-        (["--per_device_train_batch_size=8"], "use --batch-size (all completions of a rollout)"),
-        (["--model", "m", "--lora-r", "16"], "--lora-r is a name of TRL: use --lora-rank;"),
+        (["--model_name_or_path", "Qwen/Qwen2.5-3B-Instruct"], "--model-name-or-path is a name of TRL: use --model\n"),
+        (
+            ["--per_device_train_batch_size=8"],
+            "use --batch-size (all completions of a rollout: those per device × accumulated",
+        ),
+        (["--model", "m", "--lora-r", "16"], "--lora-r is a name of TRL: use --lora-rank\n"),
         (["--dataset_name", "gsm8k"], "use --dataset (a preset"),
         (
-            ["--bf16", "--lr", "1", "--lora_r=8"],
+            ["--bf16", "0", "--lr", "1", "--lora_r=8"],
             "use --dtype (bfloat16 is the default; for False float32); --lr is a name of other programs: use",
         ),
-        (["--ln", "True"], "--ln is a name of QeRL: use --train-norms;"),
+        (["--ln", "True"], "--ln is a name of QeRL: use --train-norms\n"),
         (["--use_vllm", "True"], "use --rollout-backend (vllm;"),
         (
             ["--noise_scheduler", "False"],
@@ -63,7 +136,7 @@ def test_the_table_names_fields_and_reasons():
         (["--optim", "adafactor"], "optimizer or schedule train(config, optimizer=…)\n"),
         (
             ["--bf16", "False"],
-            "use --dtype (bfloat16 is the default; for False float32); docs/migration.md says more\n",
+            "use --dtype (bfloat16 is the default; for False float32)\n",
         ),
         (["--rollout-func", "mine.py:roll"], "no field here: no multi-turn rollouts\n"),
         (["--sync_ref_model", "True"], "--sync-ref-model is a name of TRL, no field here: the reference of"),
@@ -85,7 +158,7 @@ def test_readmes_list_of_what_is_not_supported():
 def test_another_programs_key_in_a_file(key, tmp_path):
     path = tmp_path / "trl.yaml"
     path.write_text(f"model: m\n{key}: 16\nln: true\n")
-    words = r"trl\.yaml: lora_r is a name of TRL: use lora_rank; ln is a name of QeRL: use train_norms; docs/migration"
+    words = r"trl\.yaml: lora_r is a name of TRL: use lora_rank; ln is a name of QeRL: use train_norms$"
     with pytest.raises(ConfigError, match=words):
         load(path)
 
@@ -186,14 +259,14 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         "reward_funcs 'think_format_reward', of weight 0.5: no built-in reward is the same; the nearest is "
         "strict_format, which asks for an answer block, too",
         "columns that my_lib/rewards.py:custom asks for: there is no my_lib/rewards.py here; run this where trl was "
-        "run",
+        "run, or name its file",
         "report_to trackio: tensorboard or wandb",
         "no limit of prompts: those of more than max_prompt_length tokens are dropped, by default 512 or what "
         "max_completion_length leaves of the model's max_position_embeddings",
         "vllm_gpu_memory_utilization 0.4: needs rollout_backend vllm",
         "use_vllm True: see rollout_backend (vllm; left out, the trainer's own engine samples)",
         "dataloader_num_workers 4: all problems are read before the first step",
-        "lora_dropout 0.05 (by default): with dropout the ratio would measure the dropout mask",
+        "lora_dropout 0.05 (by default): there is no dropout, whose mask the ratio would measure",
     ]
 
 
@@ -274,7 +347,15 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         ("reward_weights: [2]", {"reward_weights": (2.0,)}, "those of the functions that train(reward_funcs=…)"),
         ("seed: 1", {}, "\n# dataset:  # to be set; left out, it is gsm8k\n# reward_funcs:  # to be set; left out"),
         ("datasets:\n- path: openai/gsm8k", {"dataset": ("gsm8k",)}, ""),
-        ("datasets:\n- {path: a/b}\n- {path: c/d}", {}, "name files as dataset, with dataset_weights"),
+        ("dataset_name: a/b\ndatasets:\n- path: openai/gsm8k", {"dataset": ("gsm8k",)}, "'a/b': TRL reads datasets in"),
+        (
+            "datasets:\n- {path: openai/gsm8k, name: main, split: test}\n- {path: a/b, fraction: 2}",
+            {"dataset": ("gsm8k",), "prompt_column": "question"},
+            "# - name 'main' of datasets: a preset has its own\n"
+            "# - split 'test' of datasets: no field has its meaning\n"
+            "# - datasets 'a/b': name a file as dataset, which datasets.load_dataset(…).to_json(FILE) writes, or give "
+            "records to train(train_dataset=…)\n# - fraction 2 of datasets: see dataset_weights\n",
+        ),
     ],
 )
 def test_settings_of_trl(text, fields, told, tmp_path):
@@ -310,13 +391,6 @@ _OTHER = {  # a value that a field is not set to, where no text or number will d
     "eval_strategy": "steps",
     "lora_modules_to_save": ["embed_tokens"],
 }
-_OF_COMMAND = """
-    model_name_or_path model_revision dtype torch_dtype trust_remote_code attn_implementation use_peft lora_r
-    lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save lora_task_type
-    use_rslora use_dora load_in_8bit load_in_4bit bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant
-    dataset_name dataset_config dataset_train_split dataset_test_split dataset_streaming ignore_bias_buffers
-    datasets reward_model_name_or_path reward_funcs reward_weights num_processes max_prompt_length warmup_ratio
-"""
 
 
 @pytest.mark.parametrize("others", [{}, {"use_peft": True, "use_vllm": True, "load_in_4bit": True}])
@@ -324,7 +398,8 @@ def test_no_setting_of_trl_is_lost_in_silence(others):
     """Every name that its command takes changes the config or is told, but for values that ask for what is."""
     recorded = json.loads((GOLDEN / "trl_fields.json").read_text())
     defaults = {name: ast.literal_eval(text) for name, text in (recorded["inherited"] | recorded["fields"]).items()}
-    defaults |= {name: None for name in _OF_COMMAND.split() if name not in defaults}
+    of_earlier = ["torch_dtype", "num_processes", "max_prompt_length", "warmup_ratio"]
+    defaults |= {name: None for name in (*recorded["command"], "reward_weights", *of_earlier) if name not in defaults}
     switches = {"use_peft", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit"}
     fields, told = from_trl.translate(others)
     silent = []
@@ -335,27 +410,41 @@ def test_no_setting_of_trl_is_lost_in_silence(others):
             if after == fields and not any(line.startswith(name) for line in set(said) - set(told)):
                 silent.append(name)
     assert len(defaults) > 180
-    assert silent == [  # what holds here
-        *("logging_strategy", "logging_first_step", "gradient_checkpointing", "logging_steps"),
-        *("ds3_gather_for_generation", "use_bias_correction_kl", "log_completions", "log_multimodal"),
-    ]
+    what_holds = """
+        average_tokens_across_devices activation_checkpointing activation_checkpointing_kwargs
+        gradient_checkpointing_kwargs auto_find_batch_size logging_strategy logging_first_step log_on_each_node
+        logging_nan_inf_filter eval_do_concat_batches dataloader_pin_memory dataloader_in_order skip_memory_metrics
+        do_train gradient_checkpointing logging_steps disable_dropout ds3_gather_for_generation use_bias_correction_kl
+        log_completions log_multimodal
+    """
+    assert silent == what_holds.split()
 
 
-@pytest.mark.parametrize("key", ["dataset_name: {}", "datasets:\n- path: json\n  data_files: {}"])
-def test_a_file_that_trl_reads_is_the_dataset(key, tmp_path, monkeypatch):
-    """With the columns that its reward asks for."""
+@pytest.mark.parametrize("folder", [".", "elsewhere"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "dataset_name: {}",
+        "datasets:\n- path: json\n  data_files: {}",
+        "dataset_name: a/b\ndatasets:\n- {{path: json, data_files: {{train: [{}]}}, split: train, columns: [prompt]}}",
+    ],
+)
+def test_a_file_that_trl_reads_is_the_dataset(key, folder, tmp_path, monkeypatch):
+    """With the columns that its reward asks for; in the working directory, or beside the settings."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 2 + 3?", "answer": "5"}\n')
     (tmp_path / "rewards.py").write_text(
         "raise SystemExit\n"
         "async def mine(completions, answer, level, /, trainer_state, scale=1, *, source, log_extra=None, **_): ..."
     )
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "trl.yaml").write_text(f"{key.format(tmp_path / 'rows.jsonl')}\nreward_funcs: rewards.mine\n")
-    text = from_trl.from_trl(tmp_path / "trl.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / folder)
+    up = "" if folder == "." else "../"
+    (tmp_path / "trl.yaml").write_text(f"{key.format('rows.jsonl')}\nreward_funcs: rewards.mine\n")
+    text = from_trl.from_trl(Path(f"{up}trl.yaml"))
     (tmp_path / "mine.yaml").write_text(text)
     config = load(tmp_path / "mine.yaml")
-    assert config.dataset == (str(tmp_path / "rows.jsonl"),) and config.answer_column == "answer"
-    assert config.reward_columns == ("level", "source") and config.reward_funcs == ("rewards.py:mine",)
+    assert config.dataset == (f"{up}rows.jsonl",) and config.answer_column == "answer"
+    assert config.reward_columns == ("level", "source") and config.reward_funcs == (f"{up}rewards.py:mine",)
     assert (
         "# - columns of rewards: reward_columns has" in text and "name a file" not in text and "to be set" not in text
     )

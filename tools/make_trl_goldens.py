@@ -1,4 +1,5 @@
-"""Record facts of the installed TRL in tests/golden: the fields of GRPOConfig, and the updates that epochs make.
+"""Record facts of the installed TRL in tests/golden: names and defaults of its settings, and the updates that epochs
+make.
 
 python tools/make_trl_goldens.py    # writes tests/golden/trl_fields.json and trl_epochs.json
 """
@@ -6,12 +7,16 @@ python tools/make_trl_goldens.py    # writes tests/golden/trl_fields.json and tr
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import peft
 import transformers
 import trl
+from trl.scripts.grpo import GRPOScriptArguments
 from trl.trainer.utils import RepeatSampler
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
@@ -29,12 +34,21 @@ RUNS = [
 ]
 
 
-def fields() -> dict[str, dict[str, str]]:
-    """Defaults of GRPOConfig: `fields` that it adds to TrainingArguments or changes, and `inherited` ones."""
+def fields() -> dict[str, Any]:
+    """Defaults of GRPOConfig: `fields` that it adds to TrainingArguments or changes, and `inherited` ones; names of
+    the `command` trl grpo besides, of the `trainer` and of PEFT's `lora`.
+    """
     base = {field.name: default_of(field) for field in dataclasses.fields(transformers.TrainingArguments)}
     all_ = {field.name: default_of(field) for field in dataclasses.fields(trl.GRPOConfig)}
     own = {name: default for name, default in all_.items() if base.get(name) != default}
-    return {"fields": own, "inherited": {name: default for name, default in all_.items() if name not in own}}
+    command = (GRPOScriptArguments, trl.ModelConfig, trl.DatasetMixtureConfig)
+    return {
+        "fields": own,
+        "inherited": {name: default for name, default in all_.items() if name not in own},
+        "command": list(dict.fromkeys(field.name for kind in command for field in dataclasses.fields(kind))),
+        "trainer": list(inspect.signature(trl.GRPOTrainer).parameters),
+        "lora": [field.name for field in dataclasses.fields(peft.LoraConfig)],
+    }
 
 
 def default_of(field: dataclasses.Field) -> str:

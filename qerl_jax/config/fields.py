@@ -14,6 +14,7 @@ import inspect
 import itertools
 import math
 import typing
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from qerl_jax.config.foreign import without_foreign
@@ -43,14 +44,40 @@ def _with_known_names(cls: type) -> type:
                 raise ConfigError(f"{name} is given twice, as {shown(found[name])} and as {shown(value)}")
             found[name] = value
         found = without_foreign(found)
-        if unknown := [name for name in found if name not in known]:
-            close = difflib.get_close_matches(unknown[0], known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"unknown field {shown(unknown[0])}{hint}")
+        _refuse_unknown("field", found, known)
         init(self, *values, **found)
 
     cls.__init__ = checked
     return cls
+
+
+def _refuse_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError for the first name that is not known, with the nearest one."""
+    if unknown := [name for name in given if name not in known]:
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"unknown {kind} {shown(unknown[0])}{hint}")
+
+
+def answering(function: Callable) -> Callable:
+    """Have a function whose first argument is a Config answer another one, and names of other programs and of fields,
+    where Python raises a TypeError.
+    """
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*values: Any, **named: Any) -> Any:
+        config = values[0] if values else named.get("config", Config())
+        if not isinstance(config, Config):
+            kind = type(config).__name__
+            raise ConfigError(f"config is a {kind}, not a qerl_jax.Config: docs/migration.md moves a script of TRL")
+        theirs = without_foreign({name: value for name, value in named.items() if name not in known})
+        if fields := [name for name in theirs if name in descriptions()]:
+            raise ConfigError(f"{' and '.join(fields)}: fields of Config, the first argument: train(Config(…), …)")
+        _refuse_unknown("argument", theirs, known)
+        return function(*values, **{name: value for name, value in named.items() if name in known})
+
+    return checked
 
 
 @_with_known_names

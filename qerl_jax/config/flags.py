@@ -112,7 +112,7 @@ def _help(kind: type, prog: str, description: str, default: Any) -> None:
 def _ours(found: Mapping[str, list[str]], hints: Mapping[str, Any]) -> dict[str, list[str]]:
     """The flags without those of other programs. Raises ConfigError for one that asks for something."""
     names = {flag: flag[2:].replace("-", "_") for flag in found}
-    theirs = {name: " ".join(found[flag]) for flag, name in names.items() if name not in hints}
+    theirs = {name: " ".join(found[flag]) or "true" for flag, name in names.items() if name not in hints}
     kept = without_foreign(theirs, "--", "-").keys() | hints.keys()
     return {flag: own for flag, own in found.items() if names[flag] in kept}
 

@@ -16,6 +16,7 @@ from qerl_jax.config.fields import PROMPT_LENGTH, Config, descriptions
 from qerl_jax.config.files import read_yaml, to_mapping
 from qerl_jax.config.foreign import FOREIGN, is_off
 from qerl_jax.config.values import ConfigError, coerce
+from qerl_jax.data.files import FILE_KINDS
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS, NOT_PASSED
 
@@ -56,6 +57,7 @@ _RENAMED = {
     "vllm_importance_sampling_mode": "importance_sampling_mode",
 }
 """Names whose value means the same here."""
+_OF_DATASETS = {"name": "a preset has its own", "fraction": "see dataset_weights"}
 _UNSET = {"dataset": "left out, it is gsm8k", "reward_funcs": "left out, they are those of the dataset"}
 
 
@@ -64,7 +66,7 @@ def from_trl(path: Path) -> str:
     none. Raises ConfigError for a file that cannot be read, or makes no config.
     """
     given = read_yaml(path)
-    fields, left_out = translate(given)
+    fields, left_out = translate(given, path.parent)
     try:
         config = to_mapping(Config(**fields))
     except ConfigError as error:
@@ -79,11 +81,13 @@ def from_trl(path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a config, and a line for each setting that is not among them."""
+def translate(given: Mapping[str, Any], beside: Path = Path()) -> tuple[dict[str, Any], list[str]]:
+    """Fields of a config, and a line for each setting that is not among them. Relative files are looked for in the
+    working directory, as TRL does, and in `beside`.
+    """
     values = DEFAULTS | _BATCH | _PROCESSES | {name: value for name, value in given.items() if value is not None}
     left_out: list[str] = []
-    fields = _model(values, left_out) | _data(values, left_out) | _optimization(values, left_out)
+    fields = _model(values, left_out) | _data(values, left_out, beside) | _optimization(values, left_out)
     for name, value in values.items():
         field, said = _RENAMED.get(name, name), f"{name} {shown(value)}{'' if name in given else ' (by default)'}"
         if field in descriptions():
@@ -118,26 +122,16 @@ def _model(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     return fields
 
 
-def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
-    """Dataset and rewards. A reward by its import path is taken to lie below the working directory."""
+def _data(values: dict[str, Any], left_out: list[str], beside: Path) -> dict[str, Any]:
+    """Dataset and rewards."""
     fields: dict[str, Any] = {}
     names = values.pop("reward_funcs", [])
     names = [name.rpartition(".")[2] if name.startswith("trl.") else name for name in _listed(names)]
-    files = {name: f"{'/'.join(name.split('.')[:-1])}.py:{name.rpartition('.')[2]}" for name in names if "." in name}
-    presets = {preset.hub_id.lower(): name for name, preset in reversed(PRESETS.items())}
-    dataset, evaluated = _dataset(values, left_out), values.pop("eval_strategy", "no")
-    preset = presets.get(str(dataset).lower())
-    if preset:
-        fields["dataset"] = preset
-    else:
-        if dataset is not None and Path(str(dataset)).exists():
-            fields["dataset"] = str(dataset)
-        elif dataset is not None:
-            missing = "no such file: " if Path(str(dataset)).suffix in (".jsonl", ".json", ".parquet") else ""
-            left_out.append(
-                f"dataset_name {shown(dataset)}: {missing}name a file as dataset, which "
-                "datasets.load_dataset(…).to_json(FILE) writes, or give records to train(train_dataset=…)"
-            )
+    files = {name: _file_of(name, beside) for name in names if "." in name}
+    datasets, evaluated = _datasets(values, left_out, beside), values.pop("eval_strategy", "no")
+    if datasets:
+        fields["dataset"] = datasets
+    if not datasets or not set(datasets) <= PRESETS.keys():
         asked = [column for file in files.values() for column in columns_of(file)]
         gold = "solution" if "accuracy_reward" in names else "answer" if "answer" in asked else ""
         fields |= {"prompt_column": "prompt", "answer_column": gold, "system_prompt": ""}
@@ -148,8 +142,8 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
             "what others need, or take from **kwargs; `answer` is the column of answer_column",
             "a system message of this program: a prompt keeps its own",
         ]
-    if evaluated != "no" and preset and "test" in PRESETS[preset].splits:
-        fields["eval_dataset"] = preset
+    if evaluated != "no" and len(datasets) == 1 and "test" in getattr(PRESETS.get(datasets[0]), "splits", ()):
+        fields["eval_dataset"] = datasets[0]
     elif evaluated != "no":
         left_out.append(f"eval_strategy {shown(evaluated)}: name eval_dataset, evaluated before and after training")
     weights = values.pop("reward_weights", None)
@@ -161,7 +155,8 @@ def _data(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         if here := _REWARDS.get(name) or files.get(name):
             rewards[here] = weight
             if name in files and not Path(file := here.rpartition(":")[0]).exists():
-                left_out.append(f"columns that {here} asks for: there is no {file} here; run this where trl was run")
+                advice = "run this where trl was run, or name its file"
+                left_out.append(f"columns that {here} asks for: there is no {file} here; {advice}")
         else:
             nearest = f"; the nearest is {_NEAREST[name]}" if name in _NEAREST else ""
             left_out.append(f"reward_funcs {shown(name)}, of weight {weight}: no built-in reward is the same{nearest}")
@@ -190,23 +185,47 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _dataset(values: dict[str, Any], left_out: list[str]) -> Any:
-    """The dataset's name or file: `dataset_name`, or the only one of a mixture (`datasets`)."""
-    mixture = values.pop("datasets", None)
-    if mixture is None:
-        return values.pop("dataset_name", None)
-    (entry, *others) = _listed(mixture) or [None]
-    files = _listed(entry.get("data_files")) if isinstance(entry, Mapping) else []
-    if others or len(files) != 1 or isinstance(files[0], Mapping) or "dataset_name" in values:
-        left_out.append(f"datasets {shown(mixture)}: name files as dataset, with dataset_weights")
-        return values.pop("dataset_name", None)
-    used = {"data_files"} if files[0] else {"path"}
-    left_out += [
-        f"{name} {shown(value)} of datasets: no field has its meaning"
-        for name, value in entry.items()
-        if name not in used | {"path", "split"} and value is not None
-    ]
-    return files[0] or entry.get("path")
+def _existing(path: str, beside: Path) -> Path | None:
+    """A file or directory of the working directory, or else of `beside`."""
+    return next((found for found in (Path(path), beside / path) if path and found.exists()), None)
+
+
+def _file_of(reward: str, beside: Path) -> str:
+    """A reward by its import path as "file.py:function"; without such a file that of the working directory."""
+    if ".py:" in reward:
+        return reward
+    module, _, function = reward.rpartition(".")
+    file = module.replace(".", "/") + ".py"
+    return f"{_existing(file, beside) or file}:{function}"
+
+
+def _datasets(values: dict[str, Any], left_out: list[str], beside: Path) -> list[str]:
+    """Presets, files and directories in `datasets`, or else `dataset_name`."""
+    entries, name, found = values.pop("datasets", None), values.pop("dataset_name", None), []
+    presets = {preset.hub_id.lower(): name for name, preset in reversed(PRESETS.items())}
+    if entries and name is not None:
+        left_out.append(f"dataset_name {shown(name)}: TRL reads datasets in its place")
+    key, entries = ("datasets", _listed(entries)) if entries else ("dataset_name", [name] if name is not None else [])
+    for entry in entries:
+        entry = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+        path, files, split = entry.pop("path", None), entry.pop("data_files", None), entry.pop("split", "train")
+        files = files.get(split) if isinstance(files, Mapping) else files
+        for one in map(str, _listed(files or path)):
+            if here := presets.get(one.lower()) or _existing(one, beside):
+                found.append(str(here))
+                continue
+            missing = "no such file: " if Path(one).suffix in FILE_KINDS else ""
+            left_out.append(
+                f"{key} {shown(one)}: {missing}name a file as dataset, which datasets.load_dataset(…).to_json(FILE) "
+                "writes, or give records to train(train_dataset=…)"
+            )
+        others = entry | ({} if split in ("train", None) else {"split": split})
+        left_out += [
+            f"{field} {shown(value)} of datasets: {_OF_DATASETS.get(field, 'no field has its meaning')}"
+            for field, value in others.items()
+            if field != "columns" and value is not None
+        ]
+    return found
 
 
 def columns_of(reward: str) -> list[str]:

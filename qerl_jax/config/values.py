@@ -23,6 +23,13 @@ _TRLS = {  # values that TRL takes besides
 }
 
 
+_GIVEN_TO_TRAIN = {
+    "reward_funcs": ": give functions to train(config, reward_funcs=…)",
+    "dataset": ": give records to train(config, train_dataset=…)",
+    "eval_dataset": ": give records to train(config, eval_dataset=…)",
+}
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message names the field, and both values where two contradict."""
 
@@ -79,8 +86,8 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
         except ConfigError as error:
             raise ConfigError(f"{name} {error}") from error
     if not isinstance(value, hint):
-        instead = ": give functions to train(config, reward_funcs=…)" if callable(value) else ""
-        raise ConfigError(f"{name} must be of type {hint.__name__}, got {shown(value)}{instead}")
+        said = shown(value) if type(value).__module__ == "builtins" else f"an object of type {type(value).__name__}"
+        raise ConfigError(f"{name} must be of type {hint.__name__}, got {said}{_GIVEN_TO_TRAIN.get(name, '')}")
     if hint is str and not (is_unicode(value) and "\0" not in value):
         raise ConfigError(f"{name} must be valid UTF-8 without zero bytes, got {shown(value)}")
     return value

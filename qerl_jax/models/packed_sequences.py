@@ -9,6 +9,7 @@ Axes: N sequences, T packed tokens, W width of a padded row.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -44,7 +45,11 @@ def last_tokens(ends: Int[Array, " N"], tokens: int) -> Int32[Array, " N"]:
     return jnp.clip(ends - 1, 0, tokens - 1)
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["segment_ids", "positions", "unpack_index", "pack_index"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
     """Places of packed sequences on the token axis.

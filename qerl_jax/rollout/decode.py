@@ -28,7 +28,7 @@ from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.types import Distribution, FinishReason, Policy
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["cache", "hidden", "lengths"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class PromptCache:
     """Prefilled prompts, each shared by the completions of its group.
@@ -44,7 +44,13 @@ class PromptCache:
     lengths: Int32[Array, " P"]
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "cache", "hidden", "sequences", "keys", "prompt_slots", "lengths", "limits", "active", "completions",
+    ],
+    meta_fields=[],
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Slots:
     """Engine slots; each decodes one sequence.
@@ -72,7 +78,11 @@ class Slots:
     completions: Completions
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "logprobs", "entropies", "lengths", "finish"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Completions:
     """Completions of the rollout as far as they are decoded, with room for more (`RolloutShapes.rows`) and longer ones

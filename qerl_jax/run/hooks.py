@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -104,9 +105,11 @@ def with_objects(
         changes["reward_funcs"] = tuple(f if isinstance(f, str) else Given(_short_name(f), f) for f in reward_funcs)
     fields, given = ("dataset", "eval_dataset"), (train_dataset, eval_dataset)
     for field, name, records in zip(fields, IN_MEMORY, given, strict=True):
-        if isinstance(records, Iterator):
+        if isinstance(records, Iterator | Mapping | str | Path):
+            why = ", which is read only once" if isinstance(records, Iterator) else ""
             raise ConfigError(
-                f"{name} is a {type(records).__name__}, which is read only once: give a datasets.Dataset or a list"
+                f"{name} is a {type(records).__name__}{why}: give a datasets.Dataset (one split) or a list of dicts; a "
+                f"file, or a dataset by its name, is Config's {field}"
             )
         if records is not None:
             changes[field] = Given(name, records)

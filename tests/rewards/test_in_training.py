@@ -214,6 +214,8 @@ def test_objects_that_are_no_rewards_and_no_records(tmp_path):
             {"train_dataset": iter([])},
             "train_dataset is a list_iterator, which is read only once: give a datasets.Dataset",
         ),
+        ({"train_dataset": ""}, "train_dataset is a str: give .*, or a dataset by its name, is Config's dataset"),
+        ({"eval_dataset": {}}, r"eval_dataset is a dict: give a datasets.Dataset \(one split\) or a list of dicts;"),
     ):
         with pytest.raises(ConfigError, match=words):
             train.train(config, **given)
