@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 IN_MEMORY = ("train_dataset", "eval_dataset")
@@ -32,6 +33,11 @@ def shown(value: Any) -> str:
     except ValueError:  # an integer of more than 4,300 digits
         return f"a number of {value.bit_length()} bits"
     return text if len(text) <= 100 else f"{text[:60]}…{text[-20:]} ({len(text)} characters)"
+
+
+def below(path: str) -> str:
+    """Where a relative path was looked for, behind a message that it is missing."""
+    return "" if Path(path).is_absolute() else f" in {Path.cwd()}"
 
 
 def is_unicode(text: str) -> bool:

@@ -128,12 +128,15 @@ def unloadable(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--model", "nowhere"], "model directory nowhere does not exist"),
         (["--model", ""], "model is empty: name a Hugging Face directory"),
         (["--config", "gsm8k-7b-nvfp4"], "4096 leaves prompts nothing of max_position_embeddings 512 of"),
         (["--model", NVFP4, "--weight-format", "nf4"], "weights (compressed-tensors); weight_format 'nf4' would need"),
         (["--reward-funcs", "nosuch"], "reward 'nosuch' is neither"),
+        (["--reward-funcs", "code"], "refused without allow_code_execution"),
         (["--resume", "/nonexist"], "resume '/nonexist' is not one of ['never', 'auto']"),
         (["--dataset", "math500"], "'math500' has no split 'train' on the hub, only ['test']"),
+        (["--eval-dataset", "bigmath"], "'bigmath' has no split 'test' on the hub, only ['train']"),
         (["--dataset", "empty"], "has no file of the split 'train'"),
     ],
 )
@@ -223,14 +226,40 @@ def test_a_curriculum_by_a_column(tmp_path):
     assert "data_order level: 1 rollouts of 3 leave out the last 1 of 4 problems" in console.export_text(clear=False)
     prepare.say_left_out(dataclasses.replace(few, max_steps=2), len(stream), console)
     assert console.export_text(clear=False).count("leave out") == 1
+    assert "data_order level: the 4 problems begin anew in step 2\n" in console.export_text(clear=False)
+    assert "texts" not in console.export_text(clear=False)
     assert "left out 1 of 3 records: 1 × no 'level'" in console.export_text()
     stream, _ = prepare.load_problems(dataclasses.replace(config, data_order="sequential"), tokenizer, console)
     assert [item.problem.prompt for item in stream.at(0, 5)] == ["a3", "a1.5", "aNone", "b2", "b1"]
     files[1].write_text('{"question": "q", "answer": "1", "level": "hard"}')
     with pytest.raises(DataError, match="data_order 'level': the column holds number and text, which cannot be sorted"):
         prepare.load_problems(config, tokenizer, console)
+    files[0].write_text("\n".join(json.dumps({"question": "q", "answer": "1", "level": x}) for x in ("medium", "easy")))
+    prepare.load_problems(config, tokenizer, console)
+    order = "data_order level: its values are texts, in the order 'easy', 'hard', 'medium'; numbers (1, 2) go by size"
+    assert order in " ".join(console.export_text().split())
     with pytest.raises(DataError, match="has no column 'difficulty'; its columns are"):
         prepare.load_problems(dataclasses.replace(config, data_order="difficulty"), tokenizer, console)
+
+
+def test_a_dry_run_in_python_shows_what_train_was_given(tmp_path):
+    """Records and a reward of a script, whose first prompt is that of a run; nothing is written, no state returned."""
+    records = [{"prompt": [{"role": "user", "content": f"{i} + 1?"}], "level": i} for i in (7, 8)]
+    config = Config(
+        "tiny", output_dir=str(tmp_path / "run"), prompt_column="prompt", answer_column="", reward_columns=("level",),
+        system_prompt="", batch_size=4, num_generations=2, max_completion_length=16,
+    )  # fmt: skip
+
+    def mine(prompts, completions, level, **_):
+        assert prompts == [[{"role": "user", "content": "7 + 1?"}]] * 2
+        return [float(number + len(message["content"])) for [message], number in zip(completions, level, strict=True)]
+
+    console = Console(record=True, file=io.StringIO(), width=140)
+    assert train.train(config, console, reward_funcs=mine, train_dataset=records, dry_run=True) is None
+    text = console.export_text()
+    assert "<|im_start|>user\n7 + 1?<|im_end|>\n" in text and "nothing was written" in text
+    assert "  21 for an unreadable answer, 'I do not know.' (mine 21)\n" in text  # 7 + 14 characters
+    assert "num_train_epochs 1 of 2 problems: max_steps 1\n" in text and not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_says_how_many_updates_its_epochs_make(tmp_path):

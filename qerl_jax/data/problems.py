@@ -19,7 +19,7 @@ from qerl_jax.data.presets import (
     Unusable,
     gold_answer,
 )
-from qerl_jax.messages import IN_MEMORY, Given, is_unicode
+from qerl_jax.messages import IN_MEMORY, Given, below, is_unicode
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
 
 MAX_CHARACTERS = 1_000_000
@@ -195,7 +195,8 @@ def _parse(name: str) -> tuple[str | None, Path | None]:
     meant = _nearest(before)
     suggestion = f"; did you mean {meant + colon + after!r}?" if meant else ""
     if preset_name or (not colon and (path.suffix in FILE_KINDS or len(path.parts) > 1)):
-        raise DataError(f"dataset file or directory {after if preset_name else name!r} does not exist{suggestion}")
+        file = after if preset_name else name
+        raise DataError(f"dataset file or directory {file!r} does not exist{below(file)}{suggestion}")
     raise DataError(
         f"dataset {name!r} is neither one of {sorted([*PRESETS, BUNDLED])} nor a directory or file ending in "
         f"one of {list(FILE_KINDS)}{suggestion}"

@@ -46,9 +46,9 @@ class TrainingProgress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step; `step` counts from 1. One that trained nothing has no entropy."""
-        entropy = "–" if math.isnan(metrics["entropy"]) else f"{metrics['entropy']:.3f}"
+        entropy = "nothing trained" if math.isnan(metrics["entropy"]) else f"entropy {metrics['entropy']:.3f}"
         text = (
-            f"reward {metrics['reward']:.3f}  entropy {entropy}  σ {metrics['aqn/sigma']:.1e}  "
+            f"reward {metrics['reward']:.3f}  {entropy}  σ {metrics['aqn/sigma']:.1e}  "
             f"length {metrics['completions/mean_length']:.0f}  {metrics['tokens_per_second']:.0f} tok/s"
         )
         self._bar.update(self._task, completed=step, text=text)

@@ -22,7 +22,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.messages import Given
+from qerl_jax.messages import Given, below
 from qerl_jax.rewards import code as programs
 from qerl_jax.rewards import mathematics
 from qerl_jax.rewards.answers import same_answer
@@ -124,7 +124,8 @@ def load_reward(name: str) -> Reward:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         place = f", line {line}," if line else ""
-        raise RewardError(f"reward {name!r}: {path}{place} failed to load: {error!r}") from error
+        hint = "; it can import from the working directory, by full names" if isinstance(error, ImportError) else ""
+        raise RewardError(f"reward {name!r}: {path}{place} failed to load: {error!r}{hint}") from error
     found = getattr(module, function, None)
     if not callable(found):
         raise RewardError(f"reward {name!r}: {path} has no function {function!r}")
@@ -141,7 +142,7 @@ def reward_file(name: str) -> tuple[Path, str]:
             f"reward {name!r} is neither one of {sorted(BUILT_IN)} nor of the form file.py:function{hint}"
         )
     if not Path(file).is_file():
-        raise RewardError(f"reward {name!r}: file {file} does not exist")
+        raise RewardError(f"reward {name!r}: file {file} does not exist{below(file)}")
     return Path(file), function
 
 

@@ -32,7 +32,7 @@ from qerl_jax.data.problems import check_dataset
 from qerl_jax.data.prompts import EncodedProblem, freeze_date, load_encoded
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.lowered import LoweredPrograms
-from qerl_jax.messages import Given
+from qerl_jax.messages import Given, shown
 from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import Ahead
 from qerl_jax.reporting import sinks
@@ -342,23 +342,34 @@ def load_problems(config: Config, tokenizer: Any, console: Console) -> tuple[Pro
     for note in notes:
         say(console, note)
     if (column := config.order_column) is not None:
-        check_sortable(column, [item.problem.extra[column] for items in sets for item in items])
+        values = [item.problem.extra[column] for items in sets for item in items]
+        if check_sortable(column, values) == "text":
+            found = sorted(set(values))
+            listed = ", ".join(map(shown, found[:5])) + (", …" if len(found) > 5 else "")
+            say(console, f"data_order {column}: its values are texts, in the order {listed}; numbers (1, 2) go by size")
     key = None if column is None else lambda item: item.problem.extra[column]
     shuffled = config.data_order == "shuffled"
     return ProblemStream(tuple(sets), config.dataset_weights, config.seed, shuffled, key), evaluation
 
 
 def say_left_out(config: Config, problems: int, console: Console) -> None:
-    """Say how many of so many problems, the last of their order, no rollout of the run reaches."""
+    """Say how many of so many problems, the last of their order, no rollout of the run reaches, or in which step a
+    curriculum begins anew.
+    """
     is_one_walk = config.data_order != "shuffled" and config.dataset_weights is None and not config.resampling_rounds
     left = problems - config.num_rollouts * config.num_prompts
     if is_one_walk and left > 0:
         rollouts = f"{config.num_rollouts} rollouts of {config.num_prompts}"
         say(console, f"data_order {config.data_order}: {rollouts} leave out the last {left} of {problems} problems")
+    if is_one_walk and left < 0 and config.order_column:
+        again = problems // config.num_prompts + 1
+        say(console, f"data_order {config.data_order}: the {problems} problems begin anew in step {again}")
 
 
-def check_sortable(column: str, values: Iterable[Any]) -> None:
-    """Raise DataError for values of a column that have no order: only numbers, or only texts, do."""
+def check_sortable(column: str, values: Iterable[Any]) -> str:
+    """Which of the two kinds of values that have an order a column holds, "number" or "text". Raises DataError for
+    others, and for a mixture.
+    """
     kinds = {
         "text"
         if isinstance(value, str)
@@ -371,3 +382,4 @@ def check_sortable(column: str, values: Iterable[Any]) -> None:
         raise DataError(
             f"data_order {column!r}: the column holds {' and '.join(sorted(kinds))}, which cannot be sorted"
         )
+    return kinds.pop()

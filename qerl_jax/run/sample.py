@@ -37,6 +37,7 @@ def try_rewards(config: Config, rewards: Rewards, download: bool) -> None:
                 config.prompt_column,
                 config.answer_column,
                 reward_columns=config.read_columns,
+                system_prompt=config.system_message,
                 limit=1,
             )
             problem = dataset.problems[0]

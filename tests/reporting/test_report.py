@@ -144,7 +144,7 @@ def test_a_run_stopped_before_its_first_step(tmp_path):
     assert "stopped by SIGINT after step 0" in text and "![" not in text
 
 
-@pytest.mark.parametrize(("width", "shown"), [(80, "length 512"), (60, "entropy –"), (120, "━")])
+@pytest.mark.parametrize(("width", "shown"), [(80, "length 512"), (60, "nothing trained"), (120, "━")])
 def test_in_a_narrow_terminal_step_and_time_left_are_whole(width, shown):
     """The numbers between them give way, from the right. A step that trained nothing has no entropy."""
     console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=width)
