@@ -29,6 +29,9 @@ class FinishReason(enum.IntEnum):
     """The largest logit was not finite: the completion is excluded from the update."""
 
 
+_STATIC = {"static": True}  # of a pytree's field: no array
+
+
 class _Replace:
     def replace(self, **changes):
         """A copy with some fields changed."""
@@ -75,11 +78,7 @@ class Policy(_Replace):
         return self.frozen["embed_tokens"].dtype
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["step", "cursor", "norms", "lora", "opt_state", "reference_norms"],
-    meta_fields=["model", "config", "optimizer"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState(_Replace):
     """Everything that an update changes, and its static settings.
@@ -102,14 +101,12 @@ class TrainState(_Replace):
     lora: Any
     opt_state: Any
     reference_norms: Any
-    model: Any
-    config: Any
-    optimizer: Any
+    model: Any = dataclasses.field(metadata=_STATIC)
+    config: Any = dataclasses.field(metadata=_STATIC)
+    optimizer: Any = dataclasses.field(metadata=_STATIC)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tokens", "lengths", "ids", "occurrences"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompts(_Replace):
     """Right-padded prompts.
@@ -166,9 +163,7 @@ class Prompts(_Replace):
         return cls(*(jax.device_put(np.asarray(x, np.int32)) for x in (tokens, lengths, ids)))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["temperature"], meta_fields=["top_k", "top_p", "min_p"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Distribution:
     """The distribution over the next token as programs take it: `Sampling` without lengths and counts. Another
@@ -180,9 +175,9 @@ class Distribution:
     """
 
     temperature: Float32[ArrayLike, ""] | None
-    top_k: int
-    top_p: float
-    min_p: float
+    top_k: int = dataclasses.field(metadata=_STATIC)
+    top_p: float = dataclasses.field(metadata=_STATIC)
+    min_p: float = dataclasses.field(metadata=_STATIC)
 
     @property
     def truncates(self) -> bool:
@@ -258,11 +253,7 @@ class Engine(_Replace):
                 raise ValueError(f"{name} must be above 0, got {value}")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "logprobs", "prompt_lengths", "lengths", "finish", "prompt_index", "entropies"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout(_Replace):
     """Prompts and their completions, each row contiguous from column 0.
@@ -298,21 +289,7 @@ class Rollout(_Replace):
         return self.attention_mask & (jnp.arange(self.tokens.shape[1]) >= self.prompt_lengths[:, None])
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "tokens",
-        "logprobs",
-        "prompt_lengths",
-        "lengths",
-        "finish",
-        "prompt_index",
-        "entropies",
-        "advantages",
-        "loss_mask",
-    ],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch(Rollout):
     """A scored rollout: the fields of `Rollout` (no `entropies`, which no update reads) and two more.

@@ -65,19 +65,6 @@ def test_a_run_without_a_stage_without_noise_is_told():
         assert aqn.note(dataclasses.replace(config, sigma_start=0.0, sigma_end=0.0), steps) is None
 
 
-def test_ends_of_the_schedules():
-    for schedule in aqn.NOISE_SCHEDULES:
-        config = Noise(noise_schedule=schedule)
-        assert [aqn.sigma(config, step, 200) for step in (0, 18)] == [0.0, 0.0]
-        assert aqn.sigma(config, 19, 200) == pytest.approx(1e-2, rel=1e-12)
-        assert aqn.sigma(config, 199, 200) == pytest.approx(5e-4, rel=1e-12)
-        values = [aqn.sigma(config, step, 200) for step in range(19, 200)]
-        assert values == sorted(values, reverse=True) and len(set(values)) == 9
-    paper = Noise(noise_formula="paper")
-    assert aqn.sigma(paper, 199, 200) == pytest.approx(1e-2 * 0.05 ** (8 / 9), rel=1e-12)
-    assert aqn.sigma(Noise(num_stages=2, noise_formula="paper"), 0, 2) == pytest.approx(1e-2)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

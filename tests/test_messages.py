@@ -15,7 +15,7 @@ import small
 
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.hf_config import parse_config
-from qerl_jax.checkpoint.safetensors import INDEX_FILE, CheckpointError, read_index
+from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data import prompts
@@ -86,12 +86,6 @@ def test_the_tokens_that_end_a_completion_are_told():
     config = parse_config(small.CONFIG, {"eos_token_id": 0}, "config.json")
     assert ending_note(config, tokenizer) == "a completion ends with '<|endoftext|>' (0) or '<|im_end|>' (2)"
     assert ending_note(config, None) == "a completion ends with 0 or 2"
-
-
-def test_an_empty_index(tmp_path):
-    small.write_json(tmp_path / INDEX_FILE, {"weight_map": {}})
-    with pytest.raises(CheckpointError, match=r"weight_map must map tensor names to file names, got \{\}"):
-        read_index(tmp_path / INDEX_FILE)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import small
 from helpers import assert_trees_equal, fp32_policy, logits_of
-from oracles import llm_compressor, nf4_goldens, numpy_formats
+from oracles import llm_compressor, nf4_goldens
 
 from qerl_jax import load_policy, quantize
 from qerl_jax.checkpoint import layout_nf4
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.layout_nf4 import NF4
 from qerl_jax.checkpoint.policy_tensors import DenseTensors
-from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors, open_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.models.formats import Nf4, nf4
@@ -113,20 +112,6 @@ def test_a_stored_model_is_the_one_quantized_while_loading(plain):
         np.testing.assert_array_equal(dense[name], values, err_msg=name)
     foreseen = abstract_run(Config(model=str(plain), dtype="float32"))[0].frozen
     assert tree_bytes(foreseen) == tree_bytes(loaded.frozen)
-
-
-def test_shards_are_kept(tmp_path):
-    source = small.bf16(tmp_path / "bf16", 2, hidden_size=64, intermediate_size=128, head_dim=32)
-    quantize_checkpoint(source, tmp_path / "nf4", "nf4")
-    ours, original = open_checkpoint(tmp_path / "nf4"), open_checkpoint(source)
-    index = json.loads((tmp_path / "nf4/model.safetensors.index.json").read_text())
-    assert index["weight_map"] == {name: ours.file_of(name).name for name in ours}
-    assert index["metadata"]["total_size"] == sum(ours[name].nbytes for name in ours)
-    for name in original:
-        assert ours.file_of(name).name == original.file_of(name).name
-    codes, absmax = numpy_formats.quantize_nf4(np.asarray(original[f"{Q}.weight"]))
-    np.testing.assert_array_equal(numpy_formats.nf4_codes(ours[f"{Q}.weight"].reshape(len(codes), -1)), codes)
-    np.testing.assert_array_equal(ours[f"{Q}.weight.absmax"], absmax.reshape(-1))
 
 
 def test_logits_of_a_double_quantized_checkpoint_are_those_of_transformers():

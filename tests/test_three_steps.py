@@ -61,7 +61,7 @@ SETTINGS = {
     "temperature": 0.9,
     "top_k": 80,
     "top_p": 0.95,
-    "min_p": 0.05,
+    "min_p": 0.3,
     "sigma_start": 0.05,
     "sigma_end": 0.02,
     "num_stages": 3,

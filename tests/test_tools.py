@@ -60,7 +60,10 @@ def test_the_readme_says_what_fits_a_gpu(name):
     assert row in (ROOT / "README.md").read_text().splitlines()
 
 
-@pytest.mark.parametrize("only", ["yaml ", "reward ", "flag ", pytest.param("", marks=pytest.mark.nightly)])
+ONLY = ("seed", "learning_rate", "yaml ", "reward ", "flag ")
+
+
+@pytest.mark.parametrize("only", [*ONLY, pytest.param("", marks=pytest.mark.nightly)])
 def test_hostile_inputs_are_read_as_stated_or_refused(tool, only):
     failed, passed = tool("hostile_inputs").failures(only)
     assert not failed and passed > (350 if only == "" else 15)
@@ -138,6 +141,7 @@ def test_a_profile_is_read(tool):
     assert gap == (pytest.approx(8e-3), "long", "b")
 
 
+@pytest.mark.nightly
 def test_the_scaling_of_a_step_is_measured_and_shown(tool, micro_dir, tmp_path, capsys):
     bench = tool("bench_scaling")
     shape = {"batch": 4, "group": 2, "prompt-len": 16, "completion-len": 4, "lora-rank": 2, "repeats": 1}

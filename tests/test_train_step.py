@@ -11,7 +11,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyarrow.parquet
 import pytest
 import runs
 import small
@@ -156,8 +155,6 @@ def test_the_rollouts(step):
         assert float(actor.norms["layers"][1]["b"]["weight"][0]) == pytest.approx(1.3)
         assert sampling == step.config.sampling
         assert engine == step.config.engine.replace(prompts=2, free_bytes=5e9)
-        assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.8, 30, 0.9, 0.1)
-        assert (sampling.max_new_tokens, sampling.num_generations) == (12, 3)
         assert_key(key, 2, STEP, place)
         wanted = [item.problem.id for item in step.run.stream.at(CURSOR + 2 * place, 2)]
         assert prompts.ids.tolist() == wanted and prompts.tokens.shape == (2, 96)
@@ -200,40 +197,15 @@ def test_the_update(step):
 
 
 def test_the_record(step):
-    """Metrics by hand."""
+    """What `test_three_steps.py` does not see: speed, verdicts, timeouts, skipped updates, a curriculum's column."""
     state, experience, batch, update, sigma = step.calls.record
     assert (state is step.after, sigma, experience.perturbed) == (True, pytest.approx(SIGMA, rel=1e-12), 4)
     timing = {"time/rollout": 2.0, "time/grading": 0.5, "time/update": 1.5}
     encode = step.run.policy.tokenizer.encode
     new = [len(encode(TEXTS[r][i], add_special_tokens=False)) + (FINISH[r][i] == EOS) for r, i in KEPT]
-    ended = [length for length, (r, i) in zip(new, KEPT, strict=True) if FINISH[r][i] != LENGTH]
     metrics = step_metrics(experience, update, 3, timing, "spy")
-    wanted = {
-        "loss": 0.5,
-        "reward": np.mean([2.1, 0.0, 0.1, 2.1]),
-        "reward_std": (np.std([2.1, 0.0], ddof=1) + np.std([0.1, 2.1], ddof=1)) / 2,
-        "accuracy": 3 / 5,  # one of the six has no verdict
-        "frac_reward_zero_std": 0.0,
-        "completions/mean_length": np.mean(new),
-        "completions/min_length": min(new),
-        "completions/max_length": max(new),
-        "completions/clipped_ratio": 2 / 6,
-        "completions/mean_terminated_length": np.mean(ended),
-        "completions/min_terminated_length": min(ended),
-        "completions/max_terminated_length": max(ended),
-        "completions/failed": 1,
-        "tokens_per_second": sum(new) / 2.0,
-        "step_time": 4.0,
-        "dynamic_sampling/refilled_groups": 1,
-        "dynamic_sampling/rounds": 1,
-        "rewards/spy/mean": 3 / 5,
-        "rewards/spy/std": np.std([1, 0, 1, 0, 1], ddof=1),
-        "rewards/other/mean": 0.4,
-        "rewards/other/std": 0.0,
-        **timing,
-        **{f"rewards/{n}/{f}_rate": 0 for n in ("spy", "other") for f in ("parse_failure", "timeout", "crash")},
-    }
-    assert metrics == {name: pytest.approx(value, rel=1e-6, abs=1e-7) for name, value in wanted.items()}
+    assert metrics["accuracy"] == pytest.approx(3 / 5)  # one of the six has no verdict
+    assert (metrics["tokens_per_second"], metrics["step_time"]) == (sum(new) / 2.0, 4.0)
     no_verdict = experience.reward_parts | {"spy": np.full(6, np.nan, np.float32)}
     no_verdict["spy/timeout"] = np.float32([1, 0, 0, 1, 0, 0])
     entropies = jnp.asarray(experience.rollout.completion_mask * 0.25, jnp.float32)
@@ -262,22 +234,10 @@ def test_the_record(step):
     columns = completion_columns(experience, batch.advantages, "level")
     assert columns.pop("data_order/level") == [problem_id / 2 for problem_id in columns["problem_id"]]
     assert list(columns) == list(completion_columns(experience, batch.advantages))
-    first, second = step.run.stream.at(CURSOR, 1)[0].problem, step.run.stream.at(CURSOR + 3, 1)[0].problem
-    problems = [first] * 3 + [second] * 3
-    assert columns["problem_id"] == [problem.id for problem in problems]
-    assert columns["prompt"] == [problem.prompt for problem in problems]
-    assert columns["answer"] == [problem.answer for problem in problems]
-    assert columns["completion"] == [TEXTS[r][i] for r, i in KEPT]
-    assert columns["finish"] == [FINISH[r][i].name.lower() for r, i in KEPT]
-    assert columns["length"] == new and columns["advantage"] == np.asarray(batch.advantages).tolist()
-    np.testing.assert_allclose(columns["reward"], [2.1, 0.0, np.nan, 0.1, 2.1, np.nan], rtol=1e-6)
-    np.testing.assert_array_equal(columns["rewards/spy"], [1, 0, 1, 0, 1, np.nan])
 
 
 def test_what_is_written_of_a_step(step):
-    """metrics.jsonl, completions and curves of the step by its number; functions of the user's say of no completion
-    that it is right.
-    """
+    """metrics.jsonl and curves by the step's number. Functions of the user's say of no completion that it is right."""
     state, experience, batch, update, sigma = step.calls.record
     state, curves = state.replace(opt_state=state.optimizer.init(norms(0.0))), []
     recorder = Recorder(step.run, Checkpointer(step.run.directory, 1), STEP, 1000)
@@ -285,20 +245,9 @@ def test_what_is_written_of_a_step(step):
     with recorder:
         recorder.phases._untaken.update({"rollout": 2.0, "grading": 0.5, "update": 1.5})
         metrics = recorder.record(state, experience, batch, update | {"skipped": jnp.float32(0)}, sigma)
-        recorder.phases._untaken.update({"rollout": 2.0})
-        again = recorder.record(state, experience, batch, update | {"skipped": jnp.float32(0)}, sigma)
-    assert again["num_tokens"] - metrics["num_tokens"] == metrics["num_tokens"] - 1000
-    row, _ = read_metrics(step.run.directory)
-    assert curves == [(STEP + 1, metrics), (STEP + 1, again)] and row == pytest.approx(metrics | {"step": STEP + 1})
-    assert "accuracy" not in row and (row["step_time"], row["num_tokens"] > 1000) == (4.0, True)
-    within_groups = (np.std([2.1, 0.0], ddof=1) + np.std([0.1, 2.1], ddof=1)) / 2
-    assert (row["reward_std"], row["epoch"]) == pytest.approx((within_groups, (CURSOR + 4) / 15))
-    written = pyarrow.parquet.read_table(
-        step.run.directory / "completions" / f"step_{STEP + 1:06d}.parquet"
-    ).to_pydict()
-    assert {name: str(column) for name, column in written.items()} == {
-        name: str(column) for name, column in completion_columns(experience, batch.advantages, "level").items()
-    }
+    [row] = read_metrics(step.run.directory)
+    assert curves == [(STEP + 1, metrics)] and row == pytest.approx(metrics | {"step": STEP + 1})
+    assert "accuracy" not in row and row["step_time"] == 4.0
 
 
 def test_the_end_of_a_run(step, tmp_path):

@@ -54,7 +54,8 @@ from qerl_jax.rl.metrics import empty_sums
 from qerl_jax.rl.optimizer import apply_gradients, parts_of, zeros_like
 from qerl_jax.rl.plan import make_update_plan
 from qerl_jax.rl.reduction import check_same_state, joined, over_replicas
-from qerl_jax.rl.step import grpo_step, layers_of, trained_names
+from qerl_jax.rl.state import trained_trees
+from qerl_jax.rl.step import grpo_step, layers_of
 from qerl_jax.rollout.shares import generate_share
 from qerl_jax.run.devices import device_bytes, use_device_memory
 from qerl_jax.run.hooks import Hooks
@@ -187,13 +188,12 @@ def measure(
         times.append(time.perf_counter())
         return [*np.diff(times), times[-1] - times[0]]
 
-    names = trained_names(state)
-    layers = layers_of(state.lora, state.norms)
+    trained = [trained_trees(**layer, config=config) for layer in layers_of(state.lora, state.norms)]
     sums = empty_sums(["loss", "tokens", "trained_tokens"])
 
     def all_reduce(_: int) -> dict[str, float]:
         """Seconds of a sum of gradients, and of its parts."""
-        parts = parts_of([zeros_like({name: layer[name] for name in names}) for layer in layers])
+        parts = parts_of([zeros_like(each) for each in trained])
         times = {}
 
         def timed(name: str, function: Callable[[], Any]) -> Any:
@@ -220,7 +220,7 @@ def measure(
         slowest = {
             name: [max(times[name] for times in some) for some in zip(*each, strict=True)] for name in each[0][0]
         }
-        arrays = [leaf for layer in layers for name in names for leaf in jax.tree.leaves(layer[name])]
+        arrays = jax.tree.leaves(trained)
         return {
             **{f"{name}_seconds": statistics.median(times) for name, times in slowest.items()},
             "all_reduce_arrays": len(arrays),

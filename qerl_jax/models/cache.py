@@ -9,7 +9,6 @@ Axes: B sequences or prompts, T packed tokens, S slots (tokens) of a cache, K ke
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from qerl_jax.partition import axis_spec
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """Keys and values of B prompts, or of B completions: slot s of row b holds those of token s.

@@ -9,7 +9,6 @@ Axes: N sequences, T packed tokens, W width of a padded row.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -45,11 +44,7 @@ def last_tokens(ends: Int[Array, " N"], tokens: int) -> Int32[Array, " N"]:
     return jnp.clip(ends - 1, 0, tokens - 1)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["segment_ids", "positions", "unpack_index", "pack_index"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedLayout:
     """Places of packed sequences on the token axis.

@@ -30,11 +30,7 @@ from qerl_jax.rl.micro_batches import Packed, PackShape
 from qerl_jax.rl.segment_attention import segment_attention, segment_attention_backward
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["q", "k", "v", "attended", "statistics", "delta", "gate_up"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Kept:
     """What a layer keeps for its backward pass, besides its input.

@@ -14,7 +14,6 @@ tokens, L tokens of a padded sequence, C completion tokens.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -202,11 +201,7 @@ def _table(bins: list[list[list[int]]], shape: PackShape) -> Assignment:
     return Assignment(rows, prefix_of)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rows", "prefix_of", "row_of", "starts", "lengths", "segment_ids", "places", "positions", "real"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """Where the sequences of a micro-batch lie. Segments are its prefixes, then its suffixes.

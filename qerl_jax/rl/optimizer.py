@@ -107,7 +107,7 @@ def zeros_like(tree: Any) -> Any:
 
 def parts_of(gradients: Sequence[dict[str, Any]]) -> list[Any]:
     """The gradient of each layer's trained trees in the form of `at_layer`."""
-    return [{name: {"layers": {0: own}} if own else {} for name, own in each.items()} for each in gradients]
+    return [{name: {"layers": {0: own}} for name, own in each.items()} for each in gradients]
 
 
 @program

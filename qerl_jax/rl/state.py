@@ -105,11 +105,6 @@ def at_layer(tree: Any, layer: int) -> Any:
     return jax.tree.map(one, tree, is_leaf=_has_layers)
 
 
-def outside_layers(tree: Any) -> Any:
-    """The part of such a tree that belongs to no layer: each `{"layers": {i: …}, …}` in it without the layers."""
-    return jax.tree.map(lambda node: node | {"layers": {}} if _has_layers(node) else node, tree, is_leaf=_has_layers)
-
-
 def from_layers(trees: Sequence[Any]) -> Any:
     """The inverse of `at_layer` over all layers in their order; what is the same in every part comes from the first."""
 

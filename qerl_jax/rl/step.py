@@ -201,15 +201,9 @@ def no_logprobs(completions: head.LossInputs) -> Float32[Array, "B C"]:
     return jnp.zeros_like(completions["weights"])
 
 
-def trained_names(state: TrainState) -> list[str]:
-    """Which of a layer's trees train: "lora", and "norms" under `train_norms`."""
-    return list(trained_trees(state.lora, state.norms, state.config))
-
-
 def layers_of(lora: Any, norms: Any) -> list[dict[str, Any]]:
     """Adapters and layer norms of each layer."""
-    adapters = lora.get("layers", {})
-    return [{"lora": adapters.get(i, {}), "norms": own} for i, own in sorted(norms["layers"].items())]
+    return [{"lora": lora["layers"][i], "norms": own} for i, own in sorted(norms["layers"].items())]
 
 
 def head_of(frozen: Any) -> dict[str, Any]:
@@ -251,7 +245,7 @@ def _update(
     """One optimizer update; also returns the log-probabilities before it, [B, C]."""
     layers = layers_of(state.lora, state.norms)
     # Made between activations, which are freed earlier, they would split the free memory: peaks were up to 13 % higher.
-    gradients = [zeros_like({name: trained[name] for name in trained_names(state)}) for trained in layers]
+    gradients = [zeros_like(trained_trees(**each, config=state.config)) for each in layers]
     sums, logprobs, d_x = head.no_sums(work.loss, completions, reference), no_logprobs(completions), None
     for some in micro_batches:
         x, packed = work.embed(sequences, some)

@@ -28,7 +28,7 @@ from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.types import Distribution, FinishReason, Policy
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["cache", "hidden", "lengths"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptCache:
     """Prefilled prompts, each shared by the completions of its group.
@@ -44,13 +44,7 @@ class PromptCache:
     lengths: Int32[Array, " P"]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "cache", "hidden", "sequences", "keys", "prompt_slots", "lengths", "limits", "active", "completions",
-    ],
-    meta_fields=[],
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
     """Engine slots; each decodes one sequence.
@@ -78,11 +72,7 @@ class Slots:
     completions: Completions
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "logprobs", "entropies", "lengths", "finish"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Completions:
     """Completions of the rollout as far as they are decoded, with room for more (`RolloutShapes.rows`) and longer ones

@@ -185,6 +185,7 @@ def test_shards_by_index(tmp_path):
         ({"a": "one.safetensors", "z": "one.safetensors"}, "puts 'z' into one.safetensors, found in no shard"),
         ({"a": "one.safetensors", "c": "gone.safetensors"}, "['gone.safetensors'] are missing"),
         ({"a": 3}, "weight_map must map"),
+        ({}, "weight_map must map tensor names to file names, got {}"),
         ([], "weight_map must map"),
     ],
 )

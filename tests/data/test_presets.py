@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import types
@@ -24,8 +23,7 @@ from qerl_jax.data.presets import (
     hash_answer,
 )
 from qerl_jax.data.problems import DataError, _hub, is_out_of_reach, load_dataset
-from qerl_jax.rewards import functions, sandbox
-from qerl_jax.rewards.code import code
+from qerl_jax.rewards import functions
 from qerl_jax.run.choose_rewards import dataset_rewards
 from qerl_jax.run.dry_run import absent_datasets
 
@@ -220,14 +218,6 @@ def test_from_the_hub(name, tmp_path):
     assert asked == [(preset.hub_id, preset.subset, split)]
 
 
-def test_addresses_and_levels():
-    """QeRL's `utils/data.py`: levels 3 to 5 for bigmath, 4 and 5 for bigmath_hard."""
-    assert PRESETS["bigmath"].subset == "level_3_4_5" and PRESETS["bigmath_hard"].subset == "level_4_5"
-    assert PRESETS["bigmath"] == dataclasses.replace(PRESETS["bigmath_hard"], subset="level_3_4_5")
-    hard = load_dataset(f"bigmath_hard:{FIXTURES / 'bigmath'}", "train")
-    assert all(problem.prompt.startswith("(hard)") for problem in hard.problems)
-
-
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if len(preset.answers) > 1])
 def test_of_several_columns_with_an_answer_the_first_counts(name, tmp_path):
     """And each of them where it is the only one."""
@@ -314,14 +304,6 @@ def test_mathematics_asks_as_qwen_does():
     assert "```python" in PRESETS["codeforces"].system_prompt
 
 
-def test_gold_answers_with_commas_can_be_matched():
-    """In QeRL they never match (79 of the training answers, 14 of the test answers)."""
-    gold = load_dataset(f"gsm8k:{FIXTURES / 'gsm8k'}", "train").problems[1].answer
-    assert gold == "1,200"
-    given = ["<answer>1200</answer>", "<answer> 1,200 </answer>", "<answer>1</answer>"]
-    assert functions.answer(completions=given, answer=[gold] * 3) == [1.0, 1.0, 0.0]
-
-
 def test_the_number_after_the_last_mark():
     assert hash_answer("4 #### 5\n#### $1,200.50 ") == "$1,200.50"
 
@@ -352,19 +334,6 @@ def test_its_rewards_score_its_answers(name):
     assert totals == pytest.approx([sum(weights)] * len(problems))
     totals, _ = functions.score(loaded, weights, answers, texts[1:] + texts[:1], answers)
     assert totals == pytest.approx([sum(weights[1:])] * len(problems))
-
-
-def test_code_runs_the_tests_that_come_with_the_problems():
-    try:
-        sandbox.require()
-    except sandbox.SandboxError as error:
-        pytest.skip(f"programs cannot be confined here: {error}")
-    problems = load_dataset(f"codeforces:{FIXTURES / 'codeforces'}", "train").problems
-    programs = [records("codeforces")[problem.id]["gold_standard_solution"] for problem in problems]
-    infos, times = [problem.extra["verification_info"] for problem in problems], [20.0] * len(problems)
-    assert code(completions=programs, verification_info=infos, reward_timeout=times) == [1.0] * len(problems)
-    moved = programs[1:] + programs[:1]
-    assert code(completions=moved, verification_info=infos, reward_timeout=times) == [0.0] * len(problems)
 
 
 def test_rewards_of_datasets():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import resource
 
 import numpy as np
 import pyarrow.parquet
 import pytest
+import runs
 
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.reporting import metrics as sink
@@ -49,15 +49,11 @@ def test_a_damaged_line_that_no_kill_explains_is_named(tmp_path, line):
 def test_a_full_disk_names_the_file(tmp_path):
     """A limit on the size of files stands for the full disk; the lines that are there stay."""
     sink.MetricsFile(tmp_path).append(1, {"num_tokens": 5})
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
-    try:
+    with runs.full_disk(40):
         with pytest.raises(OSError, match=re.escape(f"{tmp_path / 'metrics.jsonl'} cannot be written: File too large")):
             sink.MetricsFile(tmp_path).append(2, {"num_tokens": 9})
         with pytest.raises(OSError, match=r"completions/step_000002\.parquet cannot be written"):
             sink.write_completions(tmp_path, 2, {"completion": ["a", "b"]})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [row["step"] for row in sink.read_metrics(tmp_path)] == [1]
     assert sink.cut_back(tmp_path, 1) == 5 and not list((tmp_path / "completions").iterdir())
 

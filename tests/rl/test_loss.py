@@ -273,12 +273,3 @@ def test_results_of_a_loss_that_are_not_one_a_token_are_refused(case, returned, 
     arrays = [jnp.asarray(case[name]) for name in ("logp", "old", "behaviour", "reference", "advantages", "mask")]
     with pytest.raises(ValueError, match=words):
         token_losses(*arrays, LossSettings.of(make_settings(), lambda logp, *_: returned(logp)))
-
-
-def test_losses_of_equal_settings_are_equal():
-    """What is compiled for one serves the other; a setting that the loss does not read makes no difference."""
-    config = Config(model="x")
-    other = dataclasses.replace(config, learning_rate=1.0, output_dir="elsewhere", seed=7)
-    assert LossSettings.of(config) == LossSettings.of(other)
-    assert hash(LossSettings.of(config)) == hash(LossSettings.of(other))
-    assert LossSettings.of(config) != LossSettings.of(dataclasses.replace(config, epsilon=0.1))

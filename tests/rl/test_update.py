@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_trees_equal, fp32_policy, logprobs_of, randomized, with_norm_offsets
-from oracles import torch_qwen2
 from oracles.plain_step import plain_grpo_step
 from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
 
@@ -25,7 +24,7 @@ from qerl_jax.programs import calling, compile_calls, record, shapes_of
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.head import inputs_of
 from qerl_jax.rl.micro_batches import PackShape, assign
-from qerl_jax.rl.plan import UpdatePlan, _cost, _Limits, _micro_batches, _pack, choose_plan, make_update_plan
+from qerl_jax.rl.plan import UpdatePlan, _Limits, _micro_batches, _pack, choose_plan, make_update_plan
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import assigned, grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
@@ -356,17 +355,6 @@ def test_all_is_compiled_ahead_and_other_lengths_compile_nothing(micro, committe
     jax.tree.map(np.asarray, (state.lora, policy.frozen))  # nothing that stays was donated
 
 
-def test_programs_do_not_grow_with_the_depth(tmp_path):
-    counts = []
-    for layers in (1, 5):
-        torch_qwen2.make(tmp_path / str(layers), seed=0, num_hidden_layers=layers)
-        policy = fp32_policy(tmp_path / str(layers), rank=2)
-        state = init_state(policy, make_config())
-        programs = record(grpo_step, state, policy.frozen, shapes_of(make_batch(64)))
-        counts.append([len(each.traced.lower().as_text()) for each in programs])
-    assert counts[0] == counts[1]
-
-
 @pytest.mark.parametrize(("size", "tokens"), [("0.5B", 17408), ("1.5B", 4352), ("7B", 4352)])
 def test_micro_batches_are_large_where_a_layer_is_small(tool, size, tokens):
     """256 completions of 256 + 512 tokens: four groups of eight at a time at 0.5B, whose layers would wait for the
@@ -402,36 +390,6 @@ def test_micro_batches_of_one_sequence_are_little_larger_than_it(tool, limit, lo
     config = Config(batch_size=64, num_generations=8, max_prompt_length=300, max_completion_length=limit)
     pack = choose_plan(model, 2, config, 64, 300 + limit, None).pack
     assert (pack.longest, pack.tokens) == (longest, tokens)
-
-
-def test_plan_keeps_what_fits_and_recomputes_the_rest(micro):
-    """As memory falls: fewer sequences at a time, layers that drop gate and up, layers that drop all but their input.
-    Sequences of 1024 tokens, of which 512 are the completion's at most; groups of two.
-    """
-    model, config = dataclasses.replace(micro.config, num_layers=8), make_config(logprob_chunk_size=1)
-    config = dataclasses.replace(config, max_prompt_length=512, max_completion_length=512)
-
-    def plan_in(free):
-        return choose_plan(model, 2, config, 64, 1024, free)
-
-    unlimited = plan_in(None)
-    # 8 prompts and 16 completions at a time: 64 take 4 · 12,288 tokens; of 26, the most below 20,480, 3 · 19,968.
-    assert unlimited.recomputed == 0 and unlimited.pack.tokens == 24 * 512
-    needed = unlimited.kept_bytes + unlimited.working_bytes
-    assert plan_in(needed) == unlimited
-    less = plan_in(needed // 2)
-    assert less.recomputed == less.recomputed_gate_up == 0 and less.pack.tokens < unlimited.pack.tokens
-    budgets = [share * needed / 80 for share in (*range(80, 10, -3), *range(10, 0, -1))]
-    found = [plan_in(free) for free in budgets]
-    for free, p in zip(budgets, found, strict=True):
-        assert p.lacking_bytes or p.kept_bytes + p.working_bytes <= free
-        assert p.recomputed == 0 or p.recomputed + p.recomputed_gate_up == 8
-        assert not p.lacking_bytes or (p.recomputed, p.pack.tokens) == (8, 1024)  # one sequence, as little as can be
-    kinds = {(min(p.recomputed, 1), min(p.recomputed_gate_up, 1)) for p in found}
-    assert kinds == {(0, 0), (0, 1), (1, 1), (1, 0)} and found[-1].lacking_bytes
-    limits = _Limits(1024, 512, 512, config.num_generations)
-    costs = [_cost(model, limits, 64, p) for p in found if not p.lacking_bytes]
-    assert costs == sorted(costs), "less memory is never faster"
 
 
 def test_micro_batches_of_the_longest_sequences_are_counted():

@@ -10,18 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fp32_policy, logits_of, logprobs_of, noted_programs, plain_rollout, randomized
+from helpers import fp32_policy, logits_of, noted_programs, plain_rollout, randomized
 from qerl_kernels import dispatch
 from qerl_kernels.gpu import H200, Gpu
 
-from qerl_jax import aqn, keys
+from qerl_jax import aqn
 from qerl_jax.buckets import bucket
 from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import FREE_ON_RESUME
-from qerl_jax.models.qwen2 import merge_model
 from qerl_jax.programs import calling
-from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rollout.engine import _Decoder, generate
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
@@ -91,23 +89,6 @@ def test_shape_of_a_rollout(free):
     assert len({tuple(ids) for ids in completion_ids(free)}) == 8, "samples of a group differ"
 
 
-def test_behaviour_logprobs_of_truncated_sampling_are_the_trainers(policy):
-    sampling = FREE.replace(top_k=9, top_p=0.8, min_p=0.02)
-    rollout = generate(policy, PROMPTS, sampling, KEY)
-
-    @jax.jit
-    def trainer(tokens, mask):
-        model = merge_model(policy)
-        hidden = model(tokens, mask)[:, :-1]
-        return logprobs_and_entropy(model, hidden, tokens[:, 1:], sampling.distribution, 16)[0]
-
-    mask = np.asarray(rollout.completion_mask)[:, 1:]
-    expected = np.asarray(trainer(rollout.tokens, rollout.attention_mask))
-    np.testing.assert_allclose(np.asarray(rollout.logprobs)[:, 1:][mask], expected[mask], atol=1e-4)
-    untruncated = np.asarray(logprobs_of(policy, rollout.tokens, rollout.attention_mask, temperature=0.9))
-    assert np.abs(untruncated - expected)[mask].max() > 0.1
-
-
 def test_entropies_are_those_of_the_noisy_policy(policy, free):
     """Softmax of the policy's logits over the temperature, in float64; the clean policy's differ."""
     noisy = policy.replace(norms=aqn.perturb(policy.norms, 0.2, jax.random.key(2)))
@@ -122,27 +103,6 @@ def test_entropies_are_those_of_the_noisy_policy(policy, free):
         assert (np.asarray(rollout.entropies)[:, 0] == 0).all()
         np.testing.assert_allclose(rollout.entropies[:, 1:], entropies(actor, rollout), atol=1e-4)
     assert np.abs(entropies(policy, rollout) - rollout.entropies[:, 1:]).max() > 0.01
-
-
-def test_first_tokens_follow_the_policys_distribution(policy):
-    """Chi-square of 4,000 first tokens against the softmax of the policy's logits, rare tokens in one class."""
-    count = 4000
-    rollout = generate(policy, [PROMPTS[0]], Sampling(1, num_generations=count), KEY)
-    p = np.asarray(jax.nn.softmax(logits_of(policy, np.array([PROMPTS[0]]))[0, -1]), np.float64)
-    observed = np.bincount(np.asarray(rollout.tokens[:, 3]), minlength=64)
-    common = p * count >= 10
-    classes = np.append(p[common], p[~common].sum()) * count
-    seen = np.append(observed[common], observed[~common].sum())
-    chi2, df = ((seen - classes) ** 2 / classes).sum(), len(classes) - 1
-    assert df > 10 and chi2 < df * (1 - 2 / (9 * df) + 3.72 * (2 / (9 * df)) ** 0.5) ** 3
-
-
-def test_greedy_is_the_argmax_of_the_logits(policy):
-    rollout = generate(policy, PROMPTS, Sampling(NEW, temperature=0), KEY)
-    best = np.asarray(logits_of(policy, rollout.tokens, rollout.attention_mask)).argmax(-1)
-    mask = np.asarray(rollout.completion_mask)[:, 1:]
-    np.testing.assert_array_equal(np.asarray(rollout.tokens)[:, 1:][mask], best[:, :-1][mask])
-    assert (np.asarray(rollout.logprobs) == 0).all()
 
 
 def test_every_eos_id_ends_a_row_where_the_free_rollout_first_draws_it(ended, free):
@@ -188,24 +148,6 @@ def test_samples_are_the_plain_samplers(ended):
             np.testing.assert_allclose(rollout.logprobs[row, start : start + len(ids)], logprobs, atol=1e-5)
 
 
-def test_greedy_ids_of_a_quantized_model_are_the_plain_samplers(tiny_dir):
-    fixed = fp32_policy(tiny_dir, weight_format="nvfp4")
-    sampling = Sampling(NEW, temperature=0, num_generations=GROUP)
-    rollout = generate(fixed, PROMPTS, sampling, KEY, SMALL)
-    expected = [(ids, finish) for ids, _, finish in plain_rollout(fixed, PROMPTS, sampling, KEY)]
-    assert list(zip(completion_ids(rollout), rollout.finish.tolist(), strict=True)) == expected
-    assert len({tuple(ids) for ids, _ in expected}) > 1, "prompts continue in different ways"
-
-
-def test_slots_and_chunks_change_nothing(ended):
-    """Fewer slots than sequences: refills, reused prompt slots, groups that start while others end."""
-    whole = generate(ended, PROMPTS, FREE, KEY)
-    assert len(set(whole.lengths.tolist())) > 4, "rows end at different times"
-    parts = generate(ended, PROMPTS, FREE, KEY, SMALL)
-    assert_same_rows(parts, range(8), whole, range(8))
-    assert parts.tokens.shape == whole.tokens.shape and parts.prompt_index.tolist() == whole.prompt_index.tolist()
-
-
 def test_fewer_prompts_run_in_the_programs_of_more(ended):
     """Nothing is compiled for one or three of four prompts, and their samples are those of the rollout of four; of five
     the programs are their own.
@@ -238,7 +180,7 @@ def test_prompts_in_many_prefills(policy):
 
 
 def test_room_for_more_changes_no_sample(policy):
-    """Caches in buckets against those as small as they may be, under a limit of memory, and against a plain sampler."""
+    """Caches in buckets against those as small as they may be, under a limit of memory."""
     prompts, sampling = [list(range(1, 34)), [7, 9]], Sampling(33, temperature=0.9, num_generations=GROUP)
     in_bucket = choose_shapes(policy, 2, GROUP, 33, 33, Engine())
     engine = Engine(memory_gb=(in_bucket.cache_bytes - 1) / 1e9)
@@ -249,10 +191,6 @@ def test_room_for_more_changes_no_sample(policy):
     roomy, tight = (generate(policy, prompts, sampling, KEY, each) for each in (Engine(), engine))
     assert roomy.tokens.shape == tight.tokens.shape == (2 * GROUP, 66)
     assert_same_rows(roomy, range(2 * GROUP), tight, range(2 * GROUP))
-    for row, (ids, logprobs, _) in enumerate(plain_rollout(policy, prompts, sampling, KEY)):
-        assert completion_ids(roomy)[row] == ids
-        start = int(roomy.prompt_lengths[row])
-        np.testing.assert_allclose(roomy.logprobs[row, start : start + 33], logprobs, atol=1e-5)
 
 
 def test_small_models_have_room_for_other_limits(tool, monkeypatch):
@@ -410,15 +348,6 @@ def test_keys_make_the_samples(policy, free):
     assert len({tuple(i) for i in ids}) == 8
     other = generate(policy, PROMPTS, FREE, jax.random.fold_in(KEY, 1))
     assert all(a != b for a, b in zip(completion_ids(other), completion_ids(free), strict=True))
-
-
-def test_every_key_of_a_run_is_another():
-    rows = keys.for_rows(KEY, jnp.arange(3), jnp.arange(3))
-    cells = [keys.for_positions(rows, jnp.full(3, t)) for t in range(4)]
-    cells += [keys.for_step(seed, p, step)[None] for seed in (0, 1) for p in keys.Purpose for step in (0, 1)]
-    cells += [keys.for_round(KEY, r)[None] for r in (1, 2)]
-    data = np.concatenate([np.asarray(jax.random.key_data(c)) for c in cells])
-    assert len({tuple(row) for row in data.tolist()}) == len(data)
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])

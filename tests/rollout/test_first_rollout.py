@@ -115,30 +115,6 @@ def test_an_update_of_more_layers_traces_no_more_of_them(traced):
     assert 0 < counts[0] == counts[1]
 
 
-def test_a_rollout_compiles_its_own_functions_only(micro_dir):
-    """No operation outside of them, which would be a program by itself and compile in every process. Sizes that no
-    other test has, so that nothing is compiled already; half the completions end early, so that the others move.
-    """
-    policy = fp32_policy(micro_dir, rank=3)
-    policy = policy.replace(config=dataclasses.replace(policy.config, eos_token_ids=()))
-    prompts, key = [[5, 9, 2, 7, 1, 4, 6]] * 34, jax.random.key(0)
-    jax.clear_caches()  # other tests may have compiled a program of this size
-    compiled = []
-
-    def listen(event: str, seconds: float, **about) -> None:
-        if event == COMPILED:
-            compiled.append(about["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        generate(policy, prompts, Sampling(13), key, Engine(slots=34, chunk=3), limits=[13] * 5 + [4] * 29)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    once = ["cast_lora", "allocate_jit", "embed_prompts", "prefill_layer", "store_hidden", "admit_jit"]
-    twice = ["decode_chunk", "gather"]  # two slot counts; a cache's arrays and the rest
-    assert sorted(compiled) == sorted(f"jit({name})" for name in once + 2 * twice)
-
-
 def test_a_rollout_compiles_nothing_once_its_programs_are_compiled(micro_dir):
     """Over refills, survivors that move, and prompts of other lengths. A policy
     restored from a checkpoint is committed to its device.

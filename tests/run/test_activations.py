@@ -53,18 +53,6 @@ def test_layers_that_recompute_need_no_memory_where_those_behind_them_are_freed(
     assert peak_bytes(layers, need) == 9 * 1 + 8 * 10 + 6 * 20 + 40
 
 
-def test_the_peak_of_few_layers_by_hand():
-    """In a forward pass there are the inputs of the layers so far and the result (1 each), what they keep (10 and 20),
-    and 5 for the program; in a backward pass the next micro-batch's input and 40, where gate and up are computed again
-    45 and they themselves, where all is, 50 and all that is kept.
-    """
-    need = LayerBytes(1, 20, 10, 5, 40, 30, 45, 50, 7)
-    assert peak_bytes([Keeps.ALL] * 3, need) == 3 * (1 + 10 + 20) + 1 + 40
-    assert peak_bytes([Keeps.ALL_BUT_GATE_UP] * 3, need) == 3 * (1 + 10) + 1 + 45 + 20
-    assert peak_bytes([Keeps.INPUT] * 3, need) == 3 + 1 + 50 + 10 + 20
-    assert peak_bytes([Keeps.ALL] * 3, need._replace(head=100)) == 3 * (1 + 10 + 20) + 1 + 100
-
-
 @pytest.mark.parametrize(
     ("arch", "needs"), [(90, XlaMatmuls()), *((arch, XlaMatmuls(4, True, 2 * 256 * 128)) for arch in (89, 120))]
 )

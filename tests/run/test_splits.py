@@ -7,21 +7,16 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import runs
 from rich.console import Console
 
 from qerl_jax.checkpoint.assets import model_path
-from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config
 from qerl_jax.data.files import DataError
 from qerl_jax.data.presets import PROMPT_FORMATS
 from qerl_jax.data.problems import load_dataset
-from qerl_jax.models.lora import LoraConfig
 from qerl_jax.run.prepare import load, load_problems
 
 
@@ -56,16 +51,9 @@ def test_training_and_evaluation_read_their_own_splits(tmp_path, is_bundled):
     assert read(evaluation) == [(i, *row) for i, row in enumerate(wanted)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "asked"),
-    [
-        ({"prompt_format": "think_answer"}, PROMPT_FORMATS["think_answer"]),
-        ({"system_prompt": "Be brief."}, "Be brief."),
-    ],
-)
-def test_the_system_prompt_of_a_config_reaches_training_and_evaluation(settings, asked):
+def test_the_prompt_format_of_a_config_reaches_training_and_evaluation():
     given = {"dataset": str(runs.PROBLEMS), "eval_dataset": "arithmetic", "eval_samples": 1, "max_prompt_length": 512}
-    config = Config(model="tiny", **given, **settings)
+    config, asked = Config("tiny", prompt_format="think_answer", **given), PROMPT_FORMATS["think_answer"]
     tokenizer = load_tokenizer(model_path("tiny"))
     stream, evaluation = load_problems(config, tokenizer, Console(quiet=True))
     for item in stream.sets[0][0], evaluation[0]:
@@ -83,16 +71,6 @@ def test_settings_of_a_prompts_length_reach_training_and_evaluation():
         assert len(item.tokens) == 9 and tokenizer.decode(list(item.tokens)).endswith("<|im_start|>assistant\n")
     with pytest.raises(DataError, match="all 1000 prompts are longer than max_prompt_length 9"):
         load_problems(Config(model="tiny", **settings | {"eval_samples": 1000}), tokenizer, Console(quiet=True))
-
-
-def test_a_policy_is_loaded_as_the_config_says():
-    """Its adapters from the seed."""
-    config = Config(model="tiny", dtype="float32", lora_rank=2, lora_alpha=6.0, seed=5, dataset="arithmetic")
-    wanted = load_policy("tiny", lora=LoraConfig(2, 6.0), dtype=jnp.float32, seed=5)
-    found = load(config)
-    assert found.lora_config == wanted.lora_config and found.dtype == jnp.float32
-    for ours, theirs in zip(jax.tree.leaves(found.lora), jax.tree.leaves(wanted.lora), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_a_dataset_that_is_read_meanwhile_and_refused_ends_the_loading():

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32
 from qerl_jax.models.formats.format import Format
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dense:
     """Weight matrix `values` in the compute dtype: bf16, or fp32 in an fp32 model; a trained one always in fp32."""

@@ -8,7 +8,6 @@ to a boundary the other code, and a block of zeros has code 0 (worth -0) there i
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ NF4_VALUES = (
 _SMALLEST = np.float32(1e-38)  # what a block is divided by at least
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "absmax"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Nf4:
     """NF4 weight, `NF4_VALUES[code] × absmax`.
