@@ -73,13 +73,12 @@ def linear(
     """`y = x Wᵀ + bias + Σ_adapters scale · (x A) B`, summed in fp32 and rounded once to x's dtype; `x A` is rounded to
     x's dtype, too.
 
-    Differentiable in x, bias, the adapters and a dense weight, whose gradient is accumulated in fp32 and then has the
-    weight's own dtype. A quantized weight is frozen and gets no gradient, and the backward pass dequantizes it again
-    instead of keeping a copy.
+    Differentiable in x, bias and the adapters. The weight is frozen and gets no gradient, and the backward pass
+    dequantizes a quantized one again instead of keeping a copy.
 
     Args:
       x: activations, bf16 or fp32.
-      weight: [N, K], in any of the formats; an fp32 `Dense` is rounded to x's dtype.
+      weight: [N, K], in any of the formats.
       bias: in any float dtype; added in fp32.
       lora: the adapters of a (fused) projection with their output offsets.
       batch_invariant: a row's bits do not depend on the number of rows or on the other rows; slower.
@@ -136,18 +135,14 @@ def _matmul(rows: Float[Array, "M K"], weight: Weight) -> Float32[Array, "M N"]:
 
 
 def _matmul_fwd(rows, weight):
-    kept = rows if isinstance(weight, Dense) else jnp.zeros((0,), rows.dtype)
-    return _matmul(rows, weight), (weight, kept)
+    return _matmul(rows, weight), (weight, jnp.zeros((0,), rows.dtype))
 
 
 def _matmul_bwd(residual, dy):
-    weight, rows = residual
-    matrix, row_scale = format_of(weight).factors(weight, rows.dtype)
-    dy = (dy if row_scale is None else dy * row_scale).astype(rows.dtype)
-    d_rows = fp32_matmul(dy, matrix).astype(rows.dtype)
-    if not isinstance(weight, Dense):
-        return d_rows, jax.tree.map(no_gradient, weight)
-    return d_rows, Dense(fp32_matmul(dy.T, rows).astype(weight.values.dtype))
+    weight, of_dtype = residual
+    matrix, row_scale = format_of(weight).factors(weight, of_dtype.dtype)
+    dy = (dy if row_scale is None else dy * row_scale).astype(of_dtype.dtype)
+    return fp32_matmul(dy, matrix).astype(of_dtype.dtype), jax.tree.map(no_gradient, weight)
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)

@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from qerl_jax.buckets import bucket_of_columns, bucket_of_rows
 from qerl_jax.models.config import ModelConfig
-from qerl_jax.models.formats import rounded
 from qerl_jax.models.modules import final_norm
 from qerl_jax.programs import program
 from qerl_jax.rl.logprobs import logprobs_entropy_and_gradients
@@ -87,9 +86,8 @@ def inputs_of(loss_type: str, limit: int, room: tuple[int, int], batch: Batch) -
     return sequences, completions | {"advantages": padded(batch.advantages)}
 
 
-@program(static_argnames=("dtype", "tokens", "prefixes"))
+@program(static_argnames=("tokens", "prefixes"))
 def embed(
-    dtype: str,
     tokens: int,
     prefixes: int,
     embedding: Float[Array, "V D"],
@@ -100,8 +98,7 @@ def embed(
     many tokens and prefixes.
     """
     packed = pack(assignment, sequences["lengths"], sequences["prompt_lengths"], tokens, prefixes)
-    rows = embedding[packed_tokens(sequences["tokens"], packed)].astype(jnp.float32)
-    return rounded(rows, jnp.dtype(dtype)), packed
+    return embedding[packed_tokens(sequences["tokens"], packed)].astype(jnp.float32), packed
 
 
 @program(static_argnames="loss", keep_unused=True)

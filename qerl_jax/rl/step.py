@@ -166,7 +166,7 @@ class Work(NamedTuple):
     def embed(self, sequences: head.Sequences, some: MicroBatch) -> tuple[Array, Packed]:
         """The residual stream before the first layer, and the layout."""
         pack, embedding = self.plan.pack.roomy(), self.frozen["embed_tokens"]
-        return head.embed(self.shape.dtype, pack.tokens, pack.prefixes, embedding, sequences, some.assignment)
+        return head.embed(pack.tokens, pack.prefixes, embedding, sequences, some.assignment)
 
 
 def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool, replicas: Replicas = ALONE) -> list[MicroBatch]:

@@ -175,28 +175,12 @@ def test_gradients_equal_those_of_the_plain_formula(name, x, bias):
         np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "bf16"])
-def test_a_quantized_weight_gets_no_gradient(name, x):
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_gets_no_gradient(name, x):
     weight, _ = make_weight(name)
     gradient = jax.grad(lambda w: linear(jnp.asarray(x), w).sum(), allow_int=True)(weight)
     for leaf in jax.tree.leaves(gradient):
         assert leaf.dtype == jax.dtypes.float0 or (np.asarray(leaf).astype(np.float32) == 0).all()
-
-
-def test_the_gradient_of_a_dense_weight_is_not_rounded_to_bf16():
-    """An fp32 weight under bf16 activations, against float64; bf16 would be off by up to 4e-3."""
-    rng = np.random.default_rng(0)
-    x, dy = (jnp.asarray(rng.normal(size=(64, n)), jnp.bfloat16) for n in (48, 32))
-    weight = Dense(jnp.asarray(rng.normal(size=(32, 48)), jnp.float32))
-    y, pullback = jax.vjp(linear, x, weight)
-    assert y.dtype == jnp.bfloat16
-    d_x, d_weight = pullback(dy)
-    exact = [np.asarray(array, np.float64) for array in (x, dy)]
-    assert d_x.dtype == jnp.bfloat16 and d_weight.values.dtype == jnp.float32
-    np.testing.assert_allclose(d_weight.values, exact[1].T @ exact[0], atol=1e-4)
-    rounded = np.asarray(weight.values.astype(jnp.bfloat16), np.float64)
-    np.testing.assert_array_equal(y, jnp.asarray(exact[0] @ rounded.T, jnp.bfloat16))
-    np.testing.assert_allclose(np.asarray(d_x, np.float64), exact[1] @ rounded, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nf4"])

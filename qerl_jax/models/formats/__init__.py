@@ -10,7 +10,7 @@ import operator
 from qerl_kernels.formats import MXFP4_BLOCK, NVFP4_BLOCK, Mxfp4, Nvfp4, PackedNvfp4
 
 from qerl_jax.models.formats import dense, mxfp4, nf4, nvfp4
-from qerl_jax.models.formats.dense import Dense, rounded
+from qerl_jax.models.formats.dense import Dense
 from qerl_jax.models.formats.format import Format
 from qerl_jax.models.formats.nf4 import Nf4
 
@@ -33,7 +33,6 @@ __all__ = [
     "Weight",
     "format_name",
     "format_of",
-    "rounded",
 ]
 
 
