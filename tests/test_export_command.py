@@ -84,6 +84,7 @@ OWN_PROBLEMS = {
             "--dataset FILE --max-prompt-length 512 --answer-column COLUMN --adapter A  # FILE: problems with "
             "answers, in place of the run's records in memory; COLUMN: the column of the answers, as the run had none",
         ),
+        ({"eval_dataset": "eval_dataset"}, "--dataset gsm8k --max-prompt-length 512 --adapter A"),
         ({"dataset": "bigmath"}, "--dataset bigmath --split train --max-prompt-length 512 --adapter A"),
         (
             {"dataset": "train_dataset", "eval_dataset": "gsm8k", "prompt_format": "think_answer"},
@@ -184,6 +185,7 @@ def test_an_exported_adapter_says_on_which_weights_it_was_trained(tmp_path, caps
     shape, asked = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}, {"system_prompt": "Be brief."}
     run, _ = make_run(tmp_path, shape=shape, weight_format=kind, **asked if kind == "nf4" else {})
     base = str(tmp_path / "model")
+    (tmp_path / "model" / "README.md").write_text("the base's")
 
     def card(directory: str) -> dict:
         return yaml.safe_load((tmp_path / directory / "README.md").read_text().split("---")[1])
@@ -191,14 +193,18 @@ def test_an_exported_adapter_says_on_which_weights_it_was_trained(tmp_path, caps
     for source, out in (([run], "out"), ([tmp_path / "out", "--base", base], "again")):
         assert main([*map(str, source[:1]), str(tmp_path / out), *source[1:]]) == 0
         said = capsys.readouterr().out
-        assert "trained on" not in said and f"not on those in {kind.upper()}: vllm" in said
+        assert (
+            "trained on" not in said and "requests need" not in said and f"not on those in {kind.upper()}: vllm" in said
+        )
         assert card(out) == {"base_model": base, "library_name": "peft", "weight_format": kind}
     assert main([str(tmp_path / "again"), str(tmp_path / "other"), "--base", base, "--weight-format", "bf16"]) == 0
     line = f"the adapter was trained on weights in {kind.upper()}, its base has them in BF16 here"
     assert line in capsys.readouterr().out
-    assert main([str(run), str(tmp_path / "served"), "--as", "vllm"]) == 0
     said = "requests need the system message of the training: 'Be brief.'\n"  # the model's own template asks otherwise
-    assert ("requests need" in (told := capsys.readouterr().out)) == (kind == "nf4") == (said in told)
+    for form, model in (("merged", "whole"), ("vllm", "served/base")):
+        assert main([str(run), str(tmp_path / model.split("/")[0]), "--as", form]) == 0
+        assert ("requests need" in (told := capsys.readouterr().out)) == (kind == "nf4") == (said in told)
+        assert not (tmp_path / model / "README.md").exists()
     found = card("served/adapter")
     assert found["base_model"] == str(tmp_path / "served/base")
     assert found["weight_format"] == ("nvfp4" if kind == "nvfp4" else "bf16")

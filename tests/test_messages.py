@@ -135,11 +135,14 @@ def test_prompts_beyond_any_model_are_not_encoded(tmp_path):
 
 
 def test_columns_given_twice(tmp_path):
-    columns = [pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array(["1"])]
-    table = pyarrow.Table.from_arrays(columns, names=["question", "question", "answer"])
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows.parquet has two columns 'question'"):
-        load_dataset(str(tmp_path / "rows.parquet"), "train")
+    columns = [pyarrow.array([value]) for value in ("a", "b", "c", "1")]
+    for names in (("question", "question", "note", "answer"), ("note", "question", "note", "answer")):
+        table = pyarrow.Table.from_arrays(columns, names=list(names))
+        pyarrow.parquet.write_table(table, tmp_path / f"{names[0]}.parquet")
+    with pytest.raises(DataError, match=r"question.parquet has two columns 'question'"):
+        load_dataset(str(tmp_path / "question.parquet"), "train")
+    [problem] = load_dataset(str(tmp_path / "note.parquet"), "train").problems  # another, which is not read
+    assert (problem.prompt, problem.answer) == ("b", "1")
 
 
 def test_dapo_takes_no_time_for_a_long_gold_answer():

@@ -345,6 +345,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         ),
         ("dataset_name: a.jsonl", {}, "dataset_name 'a.jsonl': no such file: name a file as dataset"),
         ("reward_weights: [2]", {"reward_weights": (2.0,)}, "those of the functions that train(reward_funcs=…)"),
+        ("seed: null\nlearning_rate:\nper_device_train_batch_size: null", {"seed": 42, "learning_rate": 1e-6}, ""),
         ("seed: 1", {}, "\n# dataset:  # to be set; left out, it is gsm8k\n# reward_funcs:  # to be set; left out"),
         ("datasets:\n- path: openai/gsm8k", {"dataset": ("gsm8k",)}, ""),
         ("dataset_name: a/b\ndatasets:\n- path: openai/gsm8k", {"dataset": ("gsm8k",)}, "'a/b': TRL reads datasets in"),

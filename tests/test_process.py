@@ -84,6 +84,24 @@ def test_closed_standard_streams_get_into_no_file(tmp_path):
     assert (tmp_path / "file").read_text() == f"True {['/dev/null'] * 3} 0"
 
 
+ENDS = """
+import atexit, os, sys, types
+from qerl_jax import command
+atexit.register(lambda: print("hook", end=" ", flush=True))
+for code, run in ((0, None), (2, "a run"), (2, None), (130, "a run"), (1, "a run")):
+    if not (child := os.fork()):
+        sys.modules["wandb"] = types.SimpleNamespace(run=run)
+        command.end(lambda: code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+
+
+def test_only_wandbs_failed_run_and_success_end_with_the_hooks():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ENDS], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("hook 0\nhook 2\n2\n130\n1\n", "")
+
+
 def test_a_terminal_that_knows_ascii_alone():
     written = io.TextIOWrapper(io.BytesIO(), "ascii")
     with contextlib.redirect_stdout(written):

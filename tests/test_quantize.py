@@ -13,8 +13,9 @@ import small
 from helpers import assert_trees_equal, fp32_policy
 from oracles import llm_compressor, mxfp4_goldens, numpy_formats
 
-from qerl_jax import load_policy, quantize
+from qerl_jax import LoraConfig, load_policy, quantize
 from qerl_jax.checkpoint import hf_config
+from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.of_run import loaded_format
 from qerl_jax.checkpoint.policy_tensors import DenseTensors
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
@@ -113,6 +114,8 @@ def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):
     linked.mkdir()
     for file in source.iterdir():
         (linked / file.name).symlink_to(file)
+    adapter = tmp_path / "adapter"
+    export_adapter(load_policy(source, lora=LoraConfig(rank=4)), adapter)
     used = small.bf16(tmp_path / "used", shards=1)
     (used / "runs").mkdir()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -122,6 +125,7 @@ def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):
         (source, models, "is or holds the source"),
         (linked, source, "is or holds the source"),
         (source, notes, "is no model directory"),
+        (source, adapter, "is no model directory"),
         (source, notes / "config.json", "is no model directory"),
         (source, used, "also holds the directory 'runs'"),
         (source, notes / "config.json" / "out", "the directory of the output"),

@@ -10,11 +10,15 @@ import runs
 import small
 from command_lines import replaced
 
-from qerl_jax import aqn, keys, load_policy
+from qerl_jax import aqn, generate, keys, load_policy
 from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.config import Config, ConfigError
 from qerl_jax.evaluate import main as evaluate
+from qerl_jax.evaluate import parse, run
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.parallel import Replicas
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.run.prepare import check
 from qerl_jax.train import main, train
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
@@ -71,6 +75,16 @@ def test_evaluate_refuses_in_one_line(flags, words, stand_in, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
     assert stand_in("start") == []
+
+
+def test_the_devices_of_every_replica_count(stand_in):
+    flags = ["tiny", *replaced(EVALUATE, "--max-completion-length", "64"), "--backend", "vllm"]
+    config = Config("tiny", reward_funcs="strict_format", rollout_backend="vllm", max_completion_length=64)
+    for count, each in ((3, 1), (1, 2), (3, 2)):
+        with pytest.raises(ConfigError, match=f"^backend 'vllm' uses one GPU, this run has {count * each}:"):
+            run(*parse(flags), generate, Replicas(0, count, None, each))
+        with pytest.raises(ConfigError, match=f"^rollout_backend 'vllm' uses one GPU, this run has {count * each}:"):
+            check(config, count, each)
 
 
 def test_a_run_samples_by_vllm_with_the_policy_of_each_step(stand_in, tmp_path, nothing_compiled_ahead):

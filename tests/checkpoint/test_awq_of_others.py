@@ -79,9 +79,10 @@ def test_modelopts_awq(tmp_path):
     small.change_json(model / "config.json", quantization_config=section)
     policy = fp32_policy(model)
     np.testing.assert_array_equal(logits_of(policy, TOKENS), plain)
-    name = "model.layers.1.self_attn.o_proj.pre_quant_scale"
-    small.change_tensors(model, lambda tensors: tensors.update({name: np.ones(16, np.float32)}))
-    said = re.escape(f"{model / st.SINGLE_FILE}: 1 scales of projections' inputs, first '{name}': ModelOpt's AWQ folds")
+    names = [f"model.layers.{place}_proj.pre_quant_scale" for place in ("0.mlp.down", "1.self_attn.o")]
+    small.change_tensors(model, lambda tensors: tensors.update(dict.fromkeys(names, np.ones(16, np.float32))))
+    said = f"{model / st.SINGLE_FILE}: 2 scales of projections' inputs, first '{names[0]}': ModelOpt's AWQ folds"
+    said = re.escape(said)
     with pytest.raises(CheckpointError, match=said):
         fp32_policy(model)
     with pytest.raises(CheckpointError, match=said):

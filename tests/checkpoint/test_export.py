@@ -150,6 +150,9 @@ def test_merged_from_an_nvfp4_base(tmp_path, scheme):
     assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == (base / "chat_template.jinja").read_text()
+    export(tmp_path / "adapter", tmp_path / "served", "vllm", str(base))  # whose base stays quantized
+    assert (tmp_path / "served/base/hf_quant_config.json").is_file()
+    assert not (tmp_path / "served/base/README.md").exists()
 
 
 @pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4", "nf4"])

@@ -82,6 +82,8 @@ def test_ids_of_generation_config_come_first():
         parsed = parse_config(MINIMAL | {"pad_token_id": 5}, given, "x")
         assert (parsed.eos_token_ids, parsed.pad_token_id) == (eos, pad)
     assert parse_config(MINIMAL, {"eos_token_id": 2}, "x").pad_token_id == 2  # without one, the first that ends
+    for own, eos in ((0, (1, 0)), (1, (1,)), (63, (1, 63)), (64, (1,)), (-1, (1,)), (None, (1,))):
+        assert parse_config(MINIMAL, {}, "x", tokenizer_eos=own).eos_token_ids == eos  # the tokenizer's, of 64 ids
 
 
 def test_head_dim_is_the_configs_own_where_it_states_one():
@@ -150,12 +152,15 @@ def test_key_value_heads_of_a_config_without_them_are_those_of_transformers():
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ("rope_scaling", "yarn")),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ("rope_scaling", "yarn")),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, ("low_freq_factor 4, high_freq_factor 4",)),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64.5}}, ("embeddings 64.5: the",)),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}, ("rope_parameters", "linear")),
         ({"hidden_act": "gelu"}, ("hidden_act", "gelu")),
         ({"num_attention_heads": 5, "head_dim": 8}, ("num_attention_heads", "5", "2")),
         ({"vocab_size": "64"}, ("vocab_size", "'64'")),
         ({"hidden_size": None}, ("hidden_size", "None")),
         ({"num_hidden_layers": -1}, ("num_hidden_layers", "-1")),
+        ({"num_hidden_layers": 1001}, ("num_hidden_layers must be a whole number from 1 to 1,000", "1001")),
         ({"intermediate_size": 48.5}, ("intermediate_size", "48.5")),
         ({"num_key_value_heads": 2.0}, ("num_key_value_heads", "2.0")),
         ({"head_dim": -8}, ("head_dim", "-8")),
@@ -216,6 +221,7 @@ NESTED = {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization":
         (NESTED, None, "modelopt"),
         ({"quant_method": "modelopt", **NESTED}, NESTED, "modelopt"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None, "modelopt"),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, None, "modelopt"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, NESTED, "bitsandbytes"),
     ],
 )

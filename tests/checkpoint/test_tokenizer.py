@@ -37,6 +37,7 @@ def test_the_tokenizers_end_token_ends_a_completion(tmp_path, config, names, exp
     own = read_json(directory / "tokenizer_config.json")
     small.write_json(directory / "tokenizer_config.json", own | config)
     small.write_json(directory / "generation_config.json", {})
+    small.write_json(directory / "vocab.json", {"a": 5})  # of a directory with tokenizer.json nobody reads it
     if names:
         small.write_json(directory / "special_tokens_map.json", names)
     assert eos_id(directory) == load_tokenizer(directory).eos_token_id == expected

@@ -14,12 +14,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from qerl_jax import quantize
 from qerl_jax.checkpoint import safetensors as st
-from qerl_jax.checkpoint.hf_config import stored_quantization
+from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
 from qerl_jax.checkpoint.layouts import NF4, NVFP4, Quantization, quantization_of
 from qerl_jax.checkpoint.policy_tensors import DenseTensors
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
+from qerl_jax.checkpoint.reader import WeightReader
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config
+from qerl_jax.models.config import tensors_of
 from qerl_jax.models.formats import Dense, Mxfp4, Nf4, Nvfp4
 from qerl_jax.run.abstract import abstract_run
 from qerl_jax.run.memory import memory_report
@@ -101,6 +103,16 @@ def test_a_run_is_planned_with_the_arrays_it_loads(source, tmp_path):
     assert sorted(rows) == [("Nvfp4", 2 * (o + gate_up)), ("float32", 2 * (qkv + down))]
 
 
+def test_the_kernels_are_asked_for_quantized_projections_alone(source, tmp_path):
+    quantize_checkpoint(source, tmp_path / "mixed", ignore=QKV)
+    tensors, config = st.open_checkpoint(tmp_path / "mixed"), model_config(source)
+    reader = WeightReader(tensors, config, stored_quantization(tmp_path / "mixed"), "nvfp4", np.float32, "mosaic_gpu")
+    qkv, o = (next(spec for spec in tensors_of(config) if spec.path[:2] == path) for path in PATHS[:2])
+    assert isinstance(reader.to_device(reader.read(qkv, 1), qkv), Dense)
+    with pytest.raises(ValueError, match="'mosaic_gpu' needs"):
+        reader.to_device(reader.read(o, 1), o)
+
+
 def test_parts_of_a_fused_projection_are_ignored_together(source, tmp_path, capsys):
     for names, said in (
         (("q_proj", "k_proj"), "ignore names ['q_proj', 'k_proj'] of ['q_proj', 'k_proj', 'v_proj'], which are one"),
@@ -132,7 +144,7 @@ def change_ignored(directory, names):
         (["lm_head"], rf"'{Q0}' is not quantized \(weight is bfloat16\), but config.json says NVFP4"),
         (
             [f"re:.*{part}$" for part in (*QKV, "o_proj")],
-            r"o_proj\.weight_scale' quantizes '.*o_proj', but config\.json",
+            r"o_proj\.weight_scale' quantizes '.*o_proj', but config\.json leaves it unquantized",
         ),
         ("q_proj", r"ignore is 'q_proj', must be a list of modules"),
         ([1], r"ignore is \[1\], must be a list of modules"),

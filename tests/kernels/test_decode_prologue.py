@@ -147,6 +147,9 @@ def test_the_prefetch_is_as_deep_as_the_registers_allow(kind, rank, prefetch):
     every = config.candidate_configs(config.PrologueSpec(kind, 128, 18944, (rank,)))
     found = {each.token_tiles: each.prefetch for each in every if each.column_splits == 1 and each.warps == 16}
     assert [found[tiles] for tiles in sorted(found)[: len(prefetch)]] == prefetch
+    for ranks, warps in (((32, 32, 32), 16), ((64, 40), 8)):  # up to 96 columns
+        specs = (config.PrologueSpec(kind, 1, 18944, ranks) for kind in ("norm", "silu", "plain"))
+        assert {each.warps for spec in specs for each in config.candidate_configs(spec)} == {warps}
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,9 @@ def test_mxfp4_round_trips_and_is_worth_the_same(span):
     np.testing.assert_array_equal(back.exponents, weight.exponents)
     matrix, multiplier = packing.packed_parts(packed)
     np.testing.assert_array_equal(np.asarray(matrix, np.float32) * np.asarray(multiplier)[:, None], dequantize(weight))
+    exact, row = reference.bf16_parts(weight)
+    np.testing.assert_array_equal(exact.astype(jnp.float32), dequantize(weight))
+    assert row is None
 
 
 def test_mxfp4_blocks_of_zeros_do_not_count():

@@ -185,6 +185,10 @@ ALONE, FIRST = launch.Start(), {"jax_cuda_visible_devices": "0"}
             {"coordinator": "a:1", "process_id": 1, "num_processes": 2, "tensor_parallel_size": 2}, 4,
             launch.Start(1, ("a:1", 1, 2, range(2, 4)), 2),
         ),
+        (
+            {"coordinator": "a:1", "process_id": 1, "num_processes": 2, "tensor_parallel_size": 3}, 0,
+            launch.Start(1, ("a:1", 1, 2, None), 3, {"jax_num_cpu_devices": 3}),
+        ),
     ],
 )  # fmt: skip
 def test_a_command_says_which_gpus_it_takes_and_takes_them(given, gpus, start):
