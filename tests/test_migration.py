@@ -57,7 +57,7 @@ HELD = """
 ASKING = """
     {save_strategy: epoch, optim: adamw_8bit, shuffle_dataset: false, use_peft: false, generation_kwargs: {top_k: 3},
     task_type: SEQ_CLS, bias: all, peft_type: IA3, dataset_train_split: half, vllm_mode: server, bf16: false,
-    init_lora_weights: gaussian, use_dora: true, warmup_steps: 0, lora_dropout: 0.1, callbacks: [x], log_level: info}
+    init_lora_weights: gaussian, use_dora: true, warmup_steps: 0, load_in_4bit: true, callbacks: [x], log_level: info}
 """
 
 
@@ -421,7 +421,7 @@ def test_no_setting_of_trl_is_lost_in_silence(others):
     assert silent == what_holds.split()
 
 
-@pytest.mark.parametrize("folder", [".", "elsewhere"])
+@pytest.mark.parametrize(("folder", "up"), [(".", ""), ("elsewhere", "../"), ("own", "")])
 @pytest.mark.parametrize(
     "key",
     [
@@ -430,18 +430,18 @@ def test_no_setting_of_trl_is_lost_in_silence(others):
         "dataset_name: a/b\ndatasets:\n- {{path: json, data_files: {{train: [{}]}}, split: train, columns: [prompt]}}",
     ],
 )
-def test_a_file_that_trl_reads_is_the_dataset(key, folder, tmp_path, monkeypatch):
-    """With the columns that its reward asks for; in the working directory, or beside the settings."""
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 2 + 3?", "answer": "5"}\n')
-    (tmp_path / "rewards.py").write_text(
-        "raise SystemExit\n"
-        "async def mine(completions, answer, level, /, trainer_state, scale=1, *, source, log_extra=None, **_): ..."
-    )
-    (tmp_path / "elsewhere").mkdir()
+def test_a_file_that_trl_reads_is_the_dataset(key, folder, up, tmp_path, monkeypatch):
+    """With the columns that its reward asks for; in the working directory, or else beside the settings."""
+    (tmp_path / folder).mkdir(exist_ok=True)
+    for place in tmp_path, tmp_path / folder / up:
+        (place / "rows.jsonl").write_text('{"prompt": "What is 2 + 3?", "answer": "5"}\n')
+        (place / "rewards.py").write_text(
+            "raise SystemExit\n"
+            "async def mine(completions, answer, level, /, trainer_state, scale=1, *, source, log_extra=None, **_): ..."
+        )
     monkeypatch.chdir(tmp_path / folder)
-    up = "" if folder == "." else "../"
     (tmp_path / "trl.yaml").write_text(f"{key.format('rows.jsonl')}\nreward_funcs: rewards.mine\n")
-    text = from_trl.from_trl(Path(f"{up}trl.yaml"))
+    text = from_trl.from_trl(tmp_path / "trl.yaml" if folder == "." else Path("../trl.yaml"))
     (tmp_path / "mine.yaml").write_text(text)
     config = load(tmp_path / "mine.yaml")
     assert config.dataset == (f"{up}rows.jsonl",) and config.answer_column == "answer"

@@ -79,7 +79,7 @@ FOREIGN: dict[str, Foreign] = {
         "num_gpus num_devices gpus num_processes nproc_per_node n_gpus_per_node data_parallel_size",
         "all GPUs of the machine are used; the flag --devices takes a number",
     ),
-    **_names("other programs", "tensor_parallel_size", "it is no field, but the flag --tensor-parallel-size", held="1"),
+    **_names("other programs", "tensor_parallel_size", "the flag --tensor-parallel-size", held="1"),
     # arguments of a trainer
     **_names("TRL", "args training_args", "its settings are fields of Config (docs/migration.md has a script)"),
     **_names(
@@ -107,7 +107,7 @@ FOREIGN: dict[str, Foreign] = {
     **_names("TRL, PEFT", "model_revision revision", "download another revision and name its directory", ("model",)),
     "trust_remote_code": Foreign("TRL", (), "no code of a checkpoint is ever run"),
     "model_init_kwargs": Foreign("TRL", ("dtype", "weight_format"), "each setting is a field"),
-    "torch_dtype": Foreign("TRL", ("dtype",)),
+    **_names("TRL", "torch_dtype vllm_dtype", "bfloat16 or float32", ("dtype",)),
     "bf16": Foreign("TRL", ("dtype",), "bfloat16 is the default; for False float32", "true"),
     "fp16": Foreign("TRL", ("dtype",), "bfloat16 or float32", "false"),
     "load_in_4bit": Foreign("TRL, Unsloth, QeRL", ("weight_format",), "nf4, for example", "false"),
@@ -295,7 +295,7 @@ FOREIGN: dict[str, Foreign] = {
         "TRL, QeRL",
         "vllm_enable_sleep_mode vllm_sleep_enabled vllm_enable_prefix_caching vllm_model_impl vllm_server_base_url "
         "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port use_transformers_paged "
-        "use_transformers_continuous_batching transformers_continuous_batching_config vllm_device vllm_dtype",
+        "use_transformers_continuous_batching transformers_continuous_batching_config vllm_device",
         _ENGINE,
         held="vllm",
     ),

@@ -242,6 +242,7 @@ def test_a_worker_that_dies_as_its_tasks_come_costs_no_item(mine):
     ("text", "words"),
     [
         ("import nothing_of_this_name", "failed to load"),
+        ("from .util import f", r"failed to load: .*; it can import from the working directory, by full names"),
         ("import os; os._exit(7)", "ended while loading"),
         ("", "no function 'f'"),
     ],
