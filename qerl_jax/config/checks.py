@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from qerl_jax import aqn
 from qerl_jax.config.fields import Config
 from qerl_jax.config.values import ConfigError
 from qerl_jax.models.lora import LoraConfig
@@ -20,7 +19,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "be at least 0",
         lambda value: value >= 0,
-        "reward_workers max_refill_rounds learning_rate weight_decay beta epsilon epsilon_high seed",
+        "reward_workers max_refill_rounds learning_rate weight_decay beta epsilon epsilon_high seed sigma_start "
+        "sigma_end",
     ),
     (
         "be above 0",
@@ -42,11 +42,10 @@ def check(config: Config) -> None:
             value = getattr(config, name)
             if value is not None and not is_inside(value):
                 raise ConfigError(f"{name} must {words}, got {value}")
-    for contradictions in (_of_lists, _of_training, _of_vllm):
+    for contradictions in (_of_lists, _of_training, _of_noise, _of_vllm):
         if message := next(contradictions(config), None):
             raise ConfigError(message)
     try:
-        aqn.check_schedule(config)
         LoraConfig(config.lora_rank, config.lora_alpha, config.use_rslora, config.lora_target_modules)
         _ = config.sampling
     except ValueError as error:
@@ -105,6 +104,16 @@ def _of_training(c: Config) -> Iterator[str]:
         yield f"importance_sampling_floor {floor} must be below importance_sampling_cap {cap}"
     if cap is None and mode != "token_truncate":
         yield f"importance_sampling_mode {mode!r} has no meaning without importance_sampling_cap"
+
+
+def _of_noise(c: Config) -> Iterator[str]:
+    if c.sigma_start == 0 and c.sigma_end > 0:
+        yield f"sigma_start 0 with sigma_end {c.sigma_end}: the schedule decays; set both to 0 for no noise"
+    if c.sigma_start > 0 and c.noise_schedule == "exponential" and c.sigma_end == 0:
+        yield f"an exponential noise_schedule cannot end at sigma_end {c.sigma_end}: it must be above 0"
+    fewest = 3 if c.noise_formula == "qerl" else 2
+    if c.sigma_start > 0 and c.num_stages < fewest:
+        yield f"num_stages {c.num_stages} is too few for noise_formula {c.noise_formula!r}: at least {fewest}"
 
 
 def _of_vllm(c: Config) -> Iterator[str]:
