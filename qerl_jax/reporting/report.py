@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def render(name: str, config: Config, metrics: list[dict[str, Any]], ending: End
     lines += ["## Time", ""]
     lines += table(("phase", "seconds", "share"), _timing(metrics, ending.phase_seconds))
     lines += ["## Versions", ""]
-    return "\n".join(lines + table(("what", "version"), _versions()))
+    return "\n".join(lines + table(("what", "version"), _versions(jax.devices())))
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
@@ -160,17 +160,17 @@ def _timing(metrics: list[dict[str, Any]], phase_seconds: Mapping[str, float]) -
     return [(key, f"{value:.1f}", f"{100 * value / whole:.0f} %") for key, value in seconds.items()]
 
 
-def _versions() -> list[tuple[str, ...]]:
+def _versions(devices: Sequence[Any]) -> list[tuple[str, ...]]:
     def version(name: str) -> str:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # a checkout on the path
             return "not installed"
 
-    devices = sorted({device.device_kind for device in jax.devices()})
+    kinds = sorted({device.device_kind for device in devices})
     return [
         ("Python", platform.python_version()),
         *((name, version(name)) for name in PACKAGES),
-        ("device", f"{jax.device_count()} × {', '.join(devices)}"),
+        ("device", f"{len(devices)} × {', '.join(kinds)}"),
         ("system", platform.platform()),
     ]

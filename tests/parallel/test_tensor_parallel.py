@@ -147,6 +147,7 @@ def test_the_parts_of_three_devices(division, rows, wanted, numpy):
     parts = parts_of({"weight": weight, "bias": bias}, division, rows, 3)
     whole, axis = joined(parts, division), 0 if division is Division.OUTPUTS else 1
     for part, own in zip(parts, wanted, strict=True):
+        assert isinstance(part["weight"], numpy.ndarray)  # of the host, on the host
         assert part["weight"].tolist() == np.take(weight, own, axis).tolist()
         assert part["bias"].tolist() == (own if axis == 0 else list(range(12)))
     behind = [place for own in wanted for place in own]

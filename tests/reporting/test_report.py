@@ -7,6 +7,7 @@ import importlib.metadata
 import io
 import platform
 import re
+import types
 
 import jax
 import pytest
@@ -16,7 +17,7 @@ from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import TrainingProgress
-from qerl_jax.reporting.report import Ending, render, write_report
+from qerl_jax.reporting.report import Ending, _versions, render, write_report
 
 
 def rows(count: int) -> list[dict]:
@@ -128,6 +129,8 @@ def test_every_row_and_note_says_what_its_number_is():
     versions = dict(re.findall(r"^\| (\S+) \| (.*) \|$", text.split("## Versions")[1], re.M))
     assert versions["Python"] == platform.python_version() and versions["system"] == platform.platform()
     assert versions["device"] == f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+    several = [types.SimpleNamespace(device_kind=kind) for kind in ("H200", "H100", "H200")]
+    assert ("device", "3 × H100, H200") in _versions(several)
     for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy"):
         assert versions[name] == importlib.metadata.version(name)
     assert text.split("## Time")[1].split("##")[0].strip().splitlines() == [

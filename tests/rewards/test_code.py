@@ -67,13 +67,15 @@ def test_code_calls_functions():
 
 @confined
 def test_code_takes_no_longer_than_its_limit():
-    """Three endless tests in one second: one is killed, the others are not reached; the score carries the flag."""
+    """Three endless tests in one second: one is killed, the others are not reached; the score carries the flag. Each
+    completion has its own limit.
+    """
     started = time.monotonic()
     tests = [stdio("1", "1"), *[stdio("0", "0")] * 3]
     info = {"language": "python", "test_cases": tests}
     program = block("x = int(input())\nwhile x == 0: pass\nprint(x)")
-    (value,) = code(completions=[program], verification_info=[info], reward_timeout=[1.5])
-    assert value == 0.25 and isinstance(value, TimedOut)
+    values = code(completions=[program] * 2, verification_info=[info] * 2, reward_timeout=[0.0, 1.5])
+    assert values == [0, 0.25] and all(isinstance(value, TimedOut) for value in values)
     assert time.monotonic() - started < 4.9  # a test alone may take 5
 
 

@@ -36,6 +36,8 @@ def act(prompts, completions, answer, **columns):
             os._exit(3)
         if text == "quit":
             sys.exit("bye")
+        if text == "interrupt":
+            raise KeyboardInterrupt
         if text == "segfault":
             ctypes.string_at(0)
         if text == "memory":
@@ -133,6 +135,13 @@ def test_a_reward_that_exits_or_returns_no_list_is_an_error_at_once(mine, worker
             rewards[f"{mine}:{function}"](**rows(["quit"]))
 
 
+def test_an_interrupt_of_a_rewards_own_is_an_error(mine):
+    words = r"act' raised KeyboardInterrupt\(\)"  # and not pytest's
+    with load_rewards((f"{mine}:act",), 1, 30.0) as rewards, pytest.raises(BaseException, match=words) as raised:
+        rewards[f"{mine}:act"](**rows(["interrupt"]))
+    assert raised.type is RewardError
+
+
 def test_a_file_that_exits_is_an_error(tmp_path):
     (tmp_path / "exits.py").write_text("import sys; sys.exit(0)")
     with pytest.raises(RewardError, match=r"failed to load: SystemExit\(0\)"):
@@ -166,7 +175,7 @@ def test_how_many_failures_are_too_many(mine):
     where it did: a step may be a single task.
     """
     never, act = f"{mine}:never", f"{mine}:act"
-    pool = WorkerPool([never], 2, 0.2, max_failures=4)
+    pool = WorkerPool([never], 2, 0.02, max_failures=4)  # which is no limit of the start
     with pytest.raises(RewardError, match=r"none of 4 tasks"):
         pool.grade(never, [rows(["x"])] * 64)
     pool = WorkerPool([act], 1, 30.0, max_failures=4)

@@ -41,6 +41,7 @@ from qerl_jax.rewards.statements import stated_answer
         ("\\[\\boxed{7}\\]\n\\[\\boxed{7}\\]", "7"),
         ("\\boxed{4}, no: \\boxed{3}", "3"),
         ("\\boxed{4}\n\n\\boxed{3}", "3"),
+        ("\\boxed{2 or \\text{\\boxed{1}}, as the answer is 5}", "1"),
         ("Case 1 gives \\boxed{4} apples, case 2 gives \\boxed{5}.", "5"),
         # What has no end is no statement, nor is a number that merely occurs, a heading or a sentence about answers.
         ("\\boxed{3} or rather \\boxed{12", "3"),

@@ -260,9 +260,12 @@ def test_a_policy_that_always_says_the_same_is_trained_on():
     config, batch = make_config(batch_size=ROWS, importance_sampling_cap=2.0), awkward_batch()
     certain = batch.replace(logprobs=jnp.zeros_like(batch.logprobs))
     none = jnp.zeros_like(batch.advantages)
+    some = none.at[int(batch.loss_mask.any(1).argmax())].set(1.0)
+    greedy = dataclasses.replace(config, top_k=1)
+    assert checked(certain.replace(advantages=some), greedy).logprobs is certain.logprobs
     assert checked(certain.replace(advantages=none), config).logprobs is certain.logprobs
     with pytest.raises(ValueError, match="no behaviour log-probabilities"):
-        checked(certain.replace(advantages=none.at[int(batch.loss_mask.any(1).argmax())].set(1.0)), config)
+        checked(certain.replace(advantages=some), config)
 
 
 @pytest.mark.parametrize(("tokens", "gigabytes"), [(None, None), (1, None), (128, 0.00053), (128, 1e-9)])
@@ -291,7 +294,8 @@ def test_few_sequences_beside_a_long_segment_give_the_same_update(micro):
 
 def test_dr_grpo_divides_by_the_limit_where_a_batch_is_narrower():
     batch = make_batch(64, 0, 2)
-    _, inputs = inputs_of("dr_grpo", 100, (PROMPT, COMPLETION), batch)
+    sequences, inputs = inputs_of("dr_grpo", 100, (PROMPT, 1100), batch)
+    assert sequences["tokens"].shape == (1024, 1024 + 1536) and inputs["targets"].shape == (1024, 1536)  # buckets
     mask = np.asarray(batch.loss_mask)
     assert inputs["weights"].sum() == pytest.approx(mask.sum() / (2 * 100)) and mask.any()
 
