@@ -9,6 +9,9 @@ import re
 import shlex
 from pathlib import Path
 
+import small
+from command_lines import replaced
+
 from qerl_jax.config import Config
 from qerl_jax.config.from_trl import translate
 from qerl_jax.train import train
@@ -41,16 +44,22 @@ def test_the_tables_of_the_config_are_the_codes(tool):
 
 
 def test_the_guide_runs(tmp_path, monkeypatch, capfd):
-    """All Python blocks, which share their names, and the commands between them, in one directory and this process."""
+    """All Python blocks, which share their names, and the commands between them, in one directory and this process; on
+    a smaller model than the page's, whose programs compile sooner.
+    """
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
+    names, model = {}, str(small.bf16(tmp_path / "model", shards=1))
     for language, text in blocks((ROOT / "docs" / "guide.md").read_text()):
         assert language in ("bash", "python"), f"a block of {language} is run by nobody"
         if language == "python":
-            exec(text, names)
+            exec(text.replace('load_policy("tiny"', f"load_policy({model!r}"), names)
         else:
             python, option, module, *flags = shlex.split(text.replace("\\\n", " "))
             assert (python, option) == ("python", "-m")
+            if flags[0] == "tiny":
+                flags[0] = model
+            elif "--dry-run" not in flags:
+                flags = replaced(flags, "--config", "tiny", "--model", model)
             assert importlib.import_module(module).main(flags) == 0
     said = capfd.readouterr().out
     assert "Dry run: no weights were loaded" in said and "step 3  sigma 0.0005" in said

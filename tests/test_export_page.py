@@ -90,6 +90,8 @@ def moved(tmp_path, data, monkeypatch, capfd) -> int:
         flags = [gsm8k if word == "gsm8k" else word for word in words]
         if name.endswith((".train", ".evaluate")):
             flags += SHORT
+        if name.endswith(".evaluate"):  # in the programs of the training
+            flags += ["--num-generations", "2", "--batch-size", "8", "--temperature", "1", "--top-p", "1"]
         if name.endswith(".train"):
             flags += ["--dataset", gsm8k, "--max-steps", "2", "--batch-size", "8"]
         run(name, *flags)

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 import runs
+import small
 from replicas import on_replicas
 
 from qerl_jax import generate
@@ -180,8 +181,9 @@ def test_an_interrupted_evaluation_ends_as_if_nobody_had_stopped_it(tmp_path, ca
     """Ctrl-C in the third of four parts; then the same records and the same result, byte for byte, of the problems of
     the test split, also where two replicas go on. Other settings are refused.
     """
+    model = str(small.bf16(tmp_path / "model", shards=1))
     through, stopped, calls = tmp_path / "through.jsonl", tmp_path / "stopped.jsonl", []
-    assert main(["tiny", *FLAGS, "--records", str(through), "--output", str(tmp_path / "through.json")]) == 0
+    assert main([model, *FLAGS, "--records", str(through), "--output", str(tmp_path / "through.json")]) == 0
 
     def interrupted(*arguments, **options):
         calls.append(arguments)
@@ -189,20 +191,20 @@ def test_an_interrupted_evaluation_ends_as_if_nobody_had_stopped_it(tmp_path, ca
             raise KeyboardInterrupt
         return generate(*arguments, **options)
 
-    assert main(["tiny", *FLAGS, "--records", str(stopped)], interrupted) == STOPPED
+    assert main([model, *FLAGS, "--records", str(stopped)], interrupted) == STOPPED
     there, shared = stopped.read_bytes(), tmp_path / "shared.jsonl"
     shared.write_bytes(there)
     assert there.count(b"\n") == 5 and through.read_bytes().startswith(there)
     capsys.readouterr()
-    assert main(["tiny", *FLAGS, "--records", str(stopped), "--output", str(tmp_path / "stopped.json")]) == 0
+    assert main([model, *FLAGS, "--records", str(stopped), "--output", str(tmp_path / "stopped.json")]) == 0
     told = capsys.readouterr().out
     assert "4 of 8 problems are in the records" in told
-    for silence in ("reading and tokenizing arithmetic …", "loading tiny …", "sampling; the first problems wait"):
+    for silence in ("reading and tokenizing arithmetic …", f"loading {model} …", "sampling; the first problems wait"):
         assert silence in told
     assert stopped.read_bytes() == through.read_bytes()
     assert (tmp_path / "stopped.json").read_bytes() == (tmp_path / "through.json").read_bytes()
     result = runs.read_json(tmp_path / "through.json")
-    given = parse(["tiny", *FLAGS, "--records", str(shared), "--devices", "2"])
+    given = parse([model, *FLAGS, "--records", str(shared), "--devices", "2"])
     found = on_replicas(2, lambda replicas: run(*given, generate, replicas))
     assert [json.loads(json.dumps(dataclasses.asdict(one))) for one in found] == [result] * 2
     assert shared.read_bytes() == through.read_bytes()
@@ -210,5 +212,5 @@ def test_an_interrupted_evaluation_ends_as_if_nobody_had_stopped_it(tmp_path, ca
     items = [json.loads(line) for line in through.read_text().splitlines()[1:]]
     problems = load_dataset("arithmetic", "test", limit=8).problems
     assert [(item["prompt"], item["gold"]) for item in items] == [(one.prompt, one.answer) for one in problems]
-    assert main(["tiny", *FLAGS, "--records", str(stopped), "--temperature", "0.5"]) == 2
+    assert main([model, *FLAGS, "--records", str(stopped), "--temperature", "0.5"]) == 2
     assert "with temperature 0.6, this call has 0.5" in capsys.readouterr().err

@@ -319,7 +319,7 @@ def update_bytes(config: Config) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"batch_size": 32, "max_completion_length": 150}],
+    [pytest.param({}, marks=pytest.mark.nightly), {"batch_size": 32, "max_completion_length": 150}],
     ids=["short", "long"],
 )
 def test_update_of_the_tiny_policy_on_the_cpu(tmp_path, change):
