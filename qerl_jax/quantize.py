@@ -14,8 +14,7 @@ from qerl_jax import command
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.layouts import WRITTEN
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
-from qerl_jax.config import ConfigError, flags
-from qerl_jax.messages import shown
+from qerl_jax.config import flags
 from qerl_jax.models.config import PROJECTIONS
 
 
@@ -29,7 +28,7 @@ class _Arguments:
     """Hugging Face directory to read, or ORGANIZATION/NAME on the hub."""
     dst: str
     """Directory to write, in one atomic step."""
-    format: str = "nvfp4"
+    format: Literal[*WRITTEN] = "nvfp4"
     """nvfp4 (as llm-compressor), mxfp4 (as compressed-tensors, mxfp4-pack-quantized) or nf4 (as transformers with
     bitsandbytes, without double quantization)."""
     ignore: tuple[Literal[*PROJECTIONS], ...] = ()
@@ -45,8 +44,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     arguments = flags.parse(_Arguments, argv, "python -m qerl_jax.quantize", inspect.getdoc(_Arguments))
-    if arguments.format not in WRITTEN:
-        raise ConfigError(f"--format {shown(arguments.format)} is not one of {list(WRITTEN)}")
     from qerl_jax.reporting.progress import tensor_bar
 
     src = model_path(arguments.src)  # a download has a progress bar of its own

@@ -207,7 +207,7 @@ def test_what_contradicts_an_mxfp4_checkpoint(mxfp4_dir, tmp_path, capsys):
     out = str(tmp_path / "out")
     for arguments, said in (
         ([str(mxfp4_dir), out], "quantized already (compressed-tensors, MXFP4)"),
-        ([str(SOURCE), out, "--format", "int4"], "--format 'int4' is not one of ['nvfp4', 'mxfp4', 'nf4']"),
+        ([str(SOURCE), out, "--format", "int4"], "format 'int4' is not one of ['nvfp4', 'mxfp4', 'nf4']"),
     ):
         assert quantize.main(arguments) == 2
         assert said in " ".join(capsys.readouterr().err.split())

@@ -12,7 +12,6 @@ from qerl_jax.programs import program
 from qerl_jax.types import Batch, FinishReason, Rollout
 
 _EPSILON = 1e-4  # as in TRL and QeRL
-_SCALES = ["group", "batch", "none"]
 
 
 def group_advantages(
@@ -33,8 +32,6 @@ def group_advantages(
     rewards = jnp.asarray(rewards, jnp.float32)
     if rewards.shape[0] % num_generations:
         raise ValueError(f"{rewards.shape[0]} rewards are not a multiple of num_generations {num_generations}")
-    if scale_rewards not in _SCALES:
-        raise ValueError(f"scale_rewards {scale_rewards!r} is not one of {_SCALES}")
     return _advantages(rewards, num_generations, scale_rewards)
 
 
@@ -57,6 +54,8 @@ def _advantages(rewards: Float32[Array, " B"], num_generations: int, scale_rewar
             deviation = jnp.sqrt((jnp.where(valid, filled - mean, 0) ** 2).sum() / jnp.maximum(count.sum() - 1, 1))
         case "none":
             return centred.reshape(-1)
+        case _:
+            raise ValueError(f"scale_rewards {scale_rewards!r} is none of group, batch and none")
     return (centred / (deviation + _EPSILON)).reshape(-1)
 
 
