@@ -20,7 +20,8 @@ from qerl_jax.checkpoint.policy_tensors import DenseTensors
 from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors, open_checkpoint
 from qerl_jax.config import Config
 from qerl_jax.models.formats import Nf4, nf4
-from qerl_jax.run.abstract import abstract_run, tree_bytes
+from qerl_jax.partition import bytes_on_device
+from qerl_jax.run.abstract import abstract_run
 
 GOLDEN = json.loads((nf4_goldens.GOLDEN / "golden.json").read_text())
 DOUBLE = nf4_goldens.GOLDEN / "double-quantized"
@@ -111,7 +112,7 @@ def test_a_stored_model_is_the_one_quantized_while_loading(plain):
     for name, values in expected.items():
         np.testing.assert_array_equal(dense[name], values, err_msg=name)
     foreseen = abstract_run(Config(model=str(plain), dtype="float32"))[0].frozen
-    assert tree_bytes(foreseen) == tree_bytes(loaded.frozen)
+    assert bytes_on_device(foreseen) == bytes_on_device(loaded.frozen)
 
 
 def test_logits_of_a_double_quantized_checkpoint_are_those_of_transformers():

@@ -18,9 +18,10 @@ from qerl_kernels.gpu import H200, Gpu, gpu_of
 
 from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.config import Config
+from qerl_jax.partition import bytes_on_device
 from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import decode_bytes, prefill_bytes
-from qerl_jax.run.abstract import abstract_trees, tree_bytes
+from qerl_jax.run.abstract import abstract_trees
 from qerl_jax.run.memory import estimate_memory
 
 GIGABYTES = (24, 48, 80, 141)
@@ -51,7 +52,7 @@ def cell(size: str, stored: str, gigabytes: int, args: argparse.Namespace, gpu: 
     )
     policy, state = abstract_trees(parse_config(hf_config(size), {}, size), stored, config, gpu=gpu)
     prefill = prefill_bytes(policy, config.num_prompts, args.prompt_len, config.batch_invariant, gpu)
-    beside = tree_bytes((policy.frozen, state)) + max(prefill, decode_bytes(policy.config, args.batch))
+    beside = bytes_on_device((policy.frozen, state)) + max(prefill, decode_bytes(policy.config, args.batch))
     free = SHARE * gigabytes * 1e9 - beside
     if free <= 0:
         return "–"

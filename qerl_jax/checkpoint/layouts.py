@@ -57,11 +57,6 @@ class Layout(Protocol):
         """A module from tensors as `expected`. Raises CheckpointError for values that are no weights."""
         ...
 
-
-@runtime_checkable
-class WrittenLayout(Layout, Protocol):
-    """A layout that `quantize` writes."""
-
     def stored(self, module: str, weight: Any, dtype: np.dtype) -> dict[str, np.ndarray]:
         """The tensors that store a module's weight, given in its canonical form; it was quantized from `dtype`."""
         ...
@@ -72,11 +67,8 @@ class WrittenLayout(Layout, Protocol):
 
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (NVFP4, MODELOPT, MXFP4, NF4)}
-WRITTEN: dict[str, WrittenLayout] = {}
-"""The layout in which each weight format is written: its first."""
-for _layout in LAYOUTS.values():
-    if isinstance(_layout, WrittenLayout):
-        WRITTEN.setdefault(_layout.weight_format, _layout)
+WRITTEN: dict[str, Layout] = {layout.weight_format: layout for layout in (NVFP4, MXFP4, NF4)}
+"""The layout in which `quantize` writes each weight format."""
 
 
 # Of compressed-tensors and ModelOpt, of ModelOpt's own file, and of bitsandbytes.

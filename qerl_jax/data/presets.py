@@ -71,24 +71,24 @@ class Preset:
 
     Attributes:
       hub_id: on the Hugging Face hub.
-      subset: its configuration there, and the folder of it in a local copy; None for the only one.
-      splits: names of its splits.
       prompt_column: a text, or a list of {role, content}.
       answers: columns that can hold the answer, each with how it is read; the first that a file has counts. Without
         any, only `extra` tells right from wrong.
-      system_prompt: goes with prompts that bring none of their own; "" for none.
       rewards: names of reward functions and their weights.
+      splits: names of its splits.
+      subset: its configuration there, and the folder of it in a local copy; None for the only one.
+      system_prompt: goes with prompts that bring none of their own; "" for none.
       max_prompt_characters: longer prompts are skipped.
       extra: further columns passed to the rewards.
     """
 
     hub_id: str
-    subset: str | None
-    splits: tuple[str, ...]
     prompt_column: str
     answers: tuple[tuple[str, Callable[[str], str]], ...]
-    system_prompt: str
     rewards: Mapping[str, float]
+    splits: tuple[str, ...] = ("train",)
+    subset: str | None = None
+    system_prompt: str = PROMPT_FORMATS["boxed"]
     max_prompt_characters: int | None = None
     extra: tuple[str, ...] = ()
 
@@ -103,11 +103,9 @@ def _contest(name: str, prompt_column: str = "problem") -> Preset:
     """A contest whose answers are integers, as math-ai publishes it: AIME24 boxes them in `solution`."""
     return Preset(
         hub_id=f"math-ai/{name}",
-        subset=None,
         splits=("test",),
         prompt_column=prompt_column,
         answers=(("answer", whole_answer), ("solution", boxed_answer)),
-        system_prompt=PROMPT_FORMATS["boxed"],
         rewards=_FORMULA_REWARDS,
     )
 
@@ -115,10 +113,8 @@ def _contest(name: str, prompt_column: str = "problem") -> Preset:
 _BIGMATH = Preset(
     hub_id="open-r1/Big-Math-RL-Verified-Processed",
     subset="level_3_4_5",
-    splits=("train",),
     prompt_column="prompt",
     answers=(("solution", whole_answer),),
-    system_prompt=PROMPT_FORMATS["boxed"],
     rewards=_FORMULA_REWARDS,
     max_prompt_characters=1024,
 )
@@ -131,7 +127,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             splits=("train", "test"),
             prompt_column="question",
             answers=(("answer", hash_answer),),
-            system_prompt=PROMPT_FORMATS["boxed"],
             rewards=NUMBER_REWARDS,
         ),
         "bigmath": _BIGMATH,
@@ -139,7 +134,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "dapomath": Preset(
             hub_id="open-r1/DAPO-Math-17k-Processed",
             subset="en",
-            splits=("train",),
             prompt_column="source_prompt",  # a user's message that asks for the answer line itself
             answers=(("solution", whole_answer),),
             system_prompt="",
@@ -148,8 +142,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "miromind": Preset(
             hub_id="miromind-ai/MiroMind-M1-RL-62K",
-            subset=None,
-            splits=("train",),
             prompt_column="problem",
             answers=(("clean_answer", whole_answer),),
             system_prompt=ANSWER_LINE_SYSTEM_PROMPT,
@@ -158,8 +150,6 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "codeforces": Preset(
             hub_id="open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled",
-            subset=None,
-            splits=("train",),
             prompt_column="problem",
             answers=(),
             system_prompt=PROGRAM_SYSTEM_PROMPT,
@@ -168,20 +158,16 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "math": Preset(
             hub_id="DigitalLearningGmbH/MATH-lighteval",
-            subset=None,
             splits=("train", "test"),
             prompt_column="problem",
             answers=(("answer", whole_answer), ("solution", boxed_answer)),
-            system_prompt=PROMPT_FORMATS["boxed"],
             rewards=_FORMULA_REWARDS,
         ),
         "math500": Preset(
             hub_id="HuggingFaceH4/MATH-500",
-            subset=None,
             splits=("test",),
             prompt_column="problem",
             answers=(("answer", whole_answer),),
-            system_prompt=PROMPT_FORMATS["boxed"],
             rewards=_FORMULA_REWARDS,
         ),
         "aime24": _contest("aime24"),

@@ -215,11 +215,9 @@ def _plain(prompt_column: str, answer_column: str) -> Preset:
     """A file or directory of no preset."""
     return Preset(
         hub_id="",
-        subset=None,
-        splits=("train", "test"),
         prompt_column=prompt_column,
         answers=((answer_column, gold_answer),) if answer_column else (),
-        system_prompt=PROMPT_FORMATS["boxed"],
+        splits=("train", "test"),
         rewards=NUMBER_REWARDS,
     )
 

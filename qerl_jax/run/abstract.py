@@ -116,11 +116,6 @@ def _zero_weights(
     return weight_trees(model.part, tensor)
 
 
-def tree_bytes(tree: Any) -> int:
-    """Bytes of every array of a tree, abstract or real."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def tree_size(tree: Any) -> int:
     """Number of elements of every array of a tree, abstract or real."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))

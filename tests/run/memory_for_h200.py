@@ -24,6 +24,7 @@ from qerl_kernels.gpu import Gpu, gpu_of
 
 from qerl_jax.config import Config
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.partition import bytes_on_device
 from qerl_jax.programs import Recorded, record
 from qerl_jax.rl import flash_attention, segment_attention
 from qerl_jax.rl.activations import Keeps
@@ -31,7 +32,7 @@ from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.plan import make_update_plan, recomputation
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.run import memory
-from qerl_jax.run.abstract import abstract_trees, tree_bytes
+from qerl_jax.run.abstract import abstract_trees
 from qerl_jax.run.rehearsal import rollout_shape
 from qerl_jax.types import Batch, Policy, TrainState
 
@@ -70,7 +71,7 @@ def estimate(policy: Policy, state: TrainState, config: Config) -> int:
 def kept_bytes(state: TrainState, frozen: Any, batch: Batch) -> int:
     """Bytes that a layer keeps for its backward pass, besides its input."""
     [keep] = [each for each in record(grpo_step, state, frozen, batch) if each.function.__name__ == "forward_and_keep"]
-    return tree_bytes(keep.results[1])
+    return bytes_on_device(keep.results[1])
 
 
 def kind_of(each: Recorded) -> str | Keeps:

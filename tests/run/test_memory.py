@@ -21,12 +21,13 @@ from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models import cache as kv
 from qerl_jax.parallel import Replicas
+from qerl_jax.partition import bytes_on_device
 from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, recomputation
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import memory
-from qerl_jax.run.abstract import abstract_run, abstract_trees, tree_bytes
+from qerl_jax.run.abstract import abstract_run, abstract_trees
 from qerl_jax.run.dry_run import memory_table, parameter_table
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, ParameterRow, RolloutMemory, memory_report
 from qerl_jax.run.prepare import load, refuse_rollout
@@ -51,7 +52,7 @@ def test_abstract_trees_are_the_real_ones(tmp_path, stored, dtype):
             assert (path, leaf.shape, leaf.dtype) == (other_path, other.shape, other.dtype)
     parts = memory_report(config).parameters
     trained = state.norms, state.lora, state.opt_state
-    assert sum(part.bytes for part in parts) == tree_bytes((policy.frozen, *trained))
+    assert sum(part.bytes for part in parts) == bytes_on_device((policy.frozen, *trained))
     frozen = [part for part in parts if not any(word in part.name for word in ("adapters", "moments"))]
     assert sum(part.parameters for part in frozen) == policy.config.parameter_count()
 
@@ -155,7 +156,7 @@ def test_cache_is_the_real_one(tmp_path):
 
     def caches(*sizes: tuple[int, int]) -> int:
         layers = shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype
-        return tree_bytes([kv.init_cache(rows, tokens, *layers) for rows, tokens in sizes])
+        return bytes_on_device([kv.init_cache(rows, tokens, *layers) for rows, tokens in sizes])
 
     memory = memory_report(config).memory
     assert (memory.rollout.cache, memory.rollout.sequences) == (caches((32, 96), (8, 24)), 8)
@@ -190,11 +191,11 @@ def test_the_evaluations_cache_is_the_real_one(tmp_path):
         for rows, tokens in ((32, 96), (3, 24))
     ]
     memory = memory_report(config).memory
-    assert (memory.evaluation.cache, memory.evaluation.sequences) == (tree_bytes(caches), 3)
-    assert memory.evaluation_peak - memory.weights - memory.state == tree_bytes(caches) + max(
+    assert (memory.evaluation.cache, memory.evaluation.sequences) == (bytes_on_device(caches), 3)
+    assert memory.evaluation_peak - memory.weights - memory.state == bytes_on_device(caches) + max(
         12 * shape.vocab_size * 3, memory.evaluation.prefill
     )
-    half = tree_bytes(caches) * 3 // 32 // 2  # of the caches of three prompts, about
+    half = bytes_on_device(caches) * 3 // 32 // 2  # of the caches of three prompts, about
     limited = memory_report(runs.config(tmp_path, rollout_memory_gb=half / 1e9, **changes)).memory
     assert 0 < limited.evaluation.cache <= half and 0 < limited.evaluation.sequences < 3
     without = memory_report(runs.config(tmp_path)).memory
