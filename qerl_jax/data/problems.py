@@ -196,6 +196,8 @@ def _parse(name: str) -> tuple[str | None, Path | None]:
     suggestion = f"; did you mean {meant + colon + after!r}?" if meant else ""
     if preset_name or (not colon and (path.suffix in FILE_KINDS or len(path.parts) > 1)):
         file = after if preset_name else name
+        if not preset_name and not suggestion and len(path.parts) == 2 and not path.suffix:
+            suggestion = "; of the hub only presets are read: datasets.load_dataset(…).to_json(FILE) writes a file"
         raise DataError(f"dataset file or directory {file!r} does not exist{below(file)}{suggestion}")
     raise DataError(
         f"dataset {name!r} is neither one of {sorted([*PRESETS, BUNDLED])} nor a directory or file ending in "

@@ -66,7 +66,7 @@ def load_encoded(
         first_id=first_id,
     )
     if need_answers and not dataset.problems[0].answer:
-        raise DataError(f"dataset {name!r} has no answers to evaluate by")
+        raise DataError(f"dataset {name!r} has no answers to evaluate by: name their column in answer_column")
     items, overlong = encode_problems(
         dataset.problems, tokenizer, dataset.system_prompt, max_prompt_length, overlong_prompts
     )

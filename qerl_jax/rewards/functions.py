@@ -232,12 +232,14 @@ def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> lis
 
 
 def _place(error: BaseException, reward: Reward, rows: Mapping[str, object]) -> str:
-    """The last line of the reward's own file that an error came through; where none of it ran, that of its definition
-    and the columns that it asks for and nobody has.
+    """The last line of the reward's own file that an error came through, or else that of its definition, and columns
+    that it asks for and nobody has.
     """
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is `call`
     if own := [frame for frame in frames if frame.filename == frames[0].filename]:
-        return f" in {own[-1].filename}, line {own[-1].lineno}"
+        keys = map(str, error.args) if isinstance(error, KeyError) else ()
+        asked = [key for key in keys if key.isidentifier()]
+        return f" in {own[-1].filename}, line {own[-1].lineno}" + _missing(asked, rows)
     code = getattr(reward, "__code__", None)
     place = f" in {code.co_filename}, line {code.co_firstlineno}" if code else ""
     with contextlib.suppress(TypeError, ValueError):  # it has no signature
@@ -245,17 +247,22 @@ def _place(error: BaseException, reward: Reward, rows: Mapping[str, object]) -> 
         asked = [
             p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         ]
-        if theirs := [column for column in asked if column in NOT_PASSED and column not in rows]:
-            return f"{place}: {', '.join(theirs)} of TRL is not passed here: give it a default, or leave it out"
-        if missing := [column for column in asked if column not in rows]:
-            if missing == ["answer"]:
-                return f"{place}: name the column of the dataset's answers in answer_column"
-            return (
-                f"{place}: name {', '.join(missing)} in reward_columns, if the dataset has it (the answer is `answer`)"
-            )
+        if missing := _missing(asked, rows):
+            return place + missing
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             return f"{place}: it must take every column, the last as **columns"
     return place
+
+
+def _missing(asked: Sequence[str], rows: Mapping[str, object]) -> str:
+    """How a reward comes by the columns that it asks for and `rows` lack; "" where they lack none."""
+    missing = [column for column in asked if column not in rows]
+    if theirs := [column for column in missing if column in NOT_PASSED]:
+        return f": {', '.join(theirs)} of TRL is not passed here: give it a default, or leave it out"
+    if missing == ["answer"]:
+        return ": name the column of the dataset's answers in answer_column"
+    names = ", ".join(missing)
+    return f": name {names} in reward_columns, if the dataset has it (the answer is `answer`)" if missing else ""
 
 
 def _score_of(value: Any) -> float | None:

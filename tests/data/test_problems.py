@@ -276,6 +276,10 @@ def test_conversations_that_cannot_be_gone_on_with(tmp_path, messages):
         ("openai/gsm8k", r"does not exist in \S+; did you mean 'gsm8k'"),
         ("nothing", r"'nothing' is neither one of \['aime24', 'aime25', 'amc23', 'arithmetic', .* '.parquet'\]$"),
         ("none.jsonl", rf"'none\.jsonl' does not exist in {os.path.realpath('.')}$"),
+        (
+            "trl-lib/tldr",
+            r"'trl-lib/tldr' does not exist in \S+; of the hub only presets are read: datasets\.load_dataset",
+        ),
         ("math:none", r"directory 'none' does not exist in"),
         ("math:/none", r"directory '/none' does not exist$"),
         ("math:", r"directory '' does not exist in"),

@@ -283,6 +283,9 @@ def test_reward_from_a_file(tmp_path):
     ],
 )
 def test_a_reward_that_asks_for_what_training_does_not_pass(parameters, said):
-    reward = eval(f"lambda completions, {parameters}, **_: [0.0]")
-    with pytest.raises(RewardError, match=said):
-        functions.call("mine", reward, {"completions": [""]})
+    for reward in (
+        eval(f"lambda completions, {parameters}, **_: [0.0]"),
+        eval(f"lambda completions, **columns: columns['{parameters}']"),
+    ):
+        with pytest.raises(RewardError, match=said):
+            functions.call("mine", reward, {"completions": [""]})
