@@ -51,8 +51,8 @@ HELD = """
     generation_kwargs: {}, callbacks: [], gradient_checkpointing_kwargs: {use_reentrant: false}, task_type: CAUSAL_LM,
     bias: none, peft_type: LORA, dataset_train_split: train, vllm_mode: colocate, bf16: true,
     dataloader_pin_memory: false, logging_steps: 7, activation_offloading: false, vllm_tensor_parallel_size: 1,
-    multi_objective_aggregation: sum_then_normalize, inference_mode: false, warmup_ratio: 0.1, do_train: true,
-    rank_pattern: {}}
+    multi_objective_aggregation: sum_then_normalize, inference_mode: false, model_revision: main,
+    warmup_ratio: 0.1, do_train: true, rank_pattern: {}}
 """
 ASKING = """
     {save_strategy: epoch, optim: adamw_8bit, shuffle_dataset: false, use_peft: false, generation_kwargs: {top_k: 3},
@@ -305,6 +305,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         ("lr_scheduler_type: constant_with_warmup", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),
         ("epsilon: 0.1", {"epsilon": 0.1, "epsilon_high": 0.1}, ""),
         ("loss_type: cispo", {"loss_type": "cispo", "epsilon_high": None}, ""),
+        ("system_prompt: s", {"system_prompt": "s"}, "answer_column\n# - no limit of prompts"),
         ("dtype: float32\nbf16: false", {"dtype": "float32"}, ""),
         ("dtype: float32", {"dtype": "bfloat16"}, ""),
         (
@@ -338,6 +339,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             "use_bias_correction_kl True (by default): see beta (the k3 estimator, without a weight)",
         ),
         ("reward_funcs: trl.rewards.accuracy_reward", {"reward_funcs": ("math_verify",)}, ""),
+        ("reward_funcs: [rewards.py:mine, null]", {"reward_funcs": ("rewards.py:mine",)}, "reward_funcs 'None', of"),
         (
             "reward_funcs: trl.rewards.get_soft_overlong_punishment",
             {"reward_funcs": None, "dataset": ("gsm8k",)},
@@ -468,6 +470,7 @@ def test_defaults_of_trl_that_are_others_here():
     ("text", "words"),
     [
         ("loss_type: sapo", "trl.yaml: loss_type 'sapo' is not one of"),
+        ("num_processes: many", "trl.yaml: num_processes must be a number, got 'many'"),
         ("a: [", "line 1 is not YAML"),
         ("- a", "trl.yaml: it holds a list"),
     ],

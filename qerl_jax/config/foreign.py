@@ -104,7 +104,9 @@ FOREIGN: dict[str, Foreign] = {
     "model_name_or_path": Foreign("TRL", ("model",)),
     "model_name": Foreign("Unsloth, QeRL", ("model",)),
     "pretrained_model_name_or_path": Foreign("transformers", ("model",)),
-    **_names("TRL, PEFT", "model_revision revision", "download another revision and name its directory", ("model",)),
+    **_names(
+        "TRL, PEFT", "model_revision revision", "download another revision and name its directory", ("model",), "main"
+    ),
     "trust_remote_code": Foreign("TRL", (), "no code of a checkpoint is ever run"),
     "model_init_kwargs": Foreign("TRL", ("dtype", "weight_format"), "each setting is a field"),
     **_names("TRL", "torch_dtype vllm_dtype", "bfloat16 or float32", ("dtype",)),
@@ -154,6 +156,7 @@ FOREIGN: dict[str, Foreign] = {
     # data
     "dataset_name": Foreign("TRL", ("dataset",), "a preset, PRESET:PATH or a file"),
     "datasets": Foreign("TRL", ("dataset",), "presets or files, with dataset_weights"),
+    "dataset_prompt_column": Foreign("open-r1", ("prompt_column",)),
     "dataset_config": Foreign("TRL", ("dataset",), "a preset has its own; else name a file"),
     "dataset_train_split": Foreign("TRL", ("dataset",), "its split train is read; for another name a file", "train"),
     "dataset_test_split": Foreign("TRL", ("eval_dataset",), "its split test is read; for another name a file", "test"),

@@ -66,8 +66,8 @@ def from_trl(path: Path) -> str:
     none. Raises ConfigError for a file that cannot be read, or makes no config.
     """
     given = read_yaml(path)
-    fields, left_out = translate(given, path.parent)
     try:
+        fields, left_out = translate(given, path.parent)
         config = to_mapping(Config(**fields))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -126,7 +126,7 @@ def _data(values: dict[str, Any], left_out: list[str], beside: Path) -> dict[str
     """Dataset and rewards."""
     fields: dict[str, Any] = {}
     names = values.pop("reward_funcs", [])
-    names = [name.rpartition(".")[2] if name.startswith("trl.") else name for name in _listed(names)]
+    names = [name.rpartition(".")[2] if name.startswith("trl.") else name for name in map(str, _listed(names))]
     files = {name: _file_of(name, beside) for name in names if "." in name}
     datasets, evaluated = _datasets(values, left_out, beside), values.pop("eval_strategy", "no")
     if datasets:
@@ -137,11 +137,12 @@ def _data(values: dict[str, Any], left_out: list[str], beside: Path) -> dict[str
         fields |= {"prompt_column": "prompt", "answer_column": gold, "system_prompt": ""}
         if further := list(dict.fromkeys(column for column in asked if column != "answer")):
             fields["reward_columns"] = further
-        left_out += [
+        left_out.append(
             "columns of rewards: reward_columns has the parameters of functions whose files were found; add by hand "
-            "what others need, or take from **kwargs; `answer` is the column of answer_column",
-            "a system message of this program: a prompt keeps its own",
-        ]
+            "what others need, or take from **kwargs; `answer` is the column of answer_column"
+        )
+        if "system_prompt" not in values:
+            left_out.append("a system message of this program: a prompt keeps its own")
     if evaluated != "no" and len(datasets) == 1 and "test" in getattr(PRESETS.get(datasets[0]), "splits", ()):
         fields["eval_dataset"] = datasets[0]
     elif evaluated != "no":
