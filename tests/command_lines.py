@@ -1,7 +1,5 @@
 """The command lines called in this process on a tiny model, and what they must say of bad input."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

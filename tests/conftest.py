@@ -4,8 +4,6 @@ jaxtyping's import hook checks the shape annotations of `qerl_jax` with beartype
 installed before anything of `qerl_jax` is imported, so nothing above it imports the package.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.metadata

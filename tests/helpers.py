@@ -1,7 +1,5 @@
 """Small policies and compiled functions that many tests share."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Random damage to files, the same for the same generator: what disks, editors, copies and merges do to them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import struct

@@ -1,7 +1,5 @@
 """What tests ask the system about processes."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

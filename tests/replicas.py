@@ -1,7 +1,5 @@
 """Replicas in threads of one process, which share its device and its compiled programs, and in real processes."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Short training runs of the bundled policy, in processes of their own, and what two runs must share."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

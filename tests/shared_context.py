@@ -4,8 +4,6 @@ A context registers some thousand operations, a fifth of the time of a program o
 thousands. What is compiled ahead of its call, by other threads than the one that lowers it, keeps a context of its own.
 """
 
-from __future__ import annotations
-
 import threading
 
 from jax._src import pjit

@@ -1,7 +1,5 @@
 """Model directories of 20,000 parameters with the bundled tokenizer: loaded in milliseconds, for tests of many."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """AQN: schedules in closed form at every stage border, and the noise itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

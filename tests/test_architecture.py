@@ -1,7 +1,5 @@
 """The layout's promises: import direction, no dead knob, no torch in the package, a light import."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -3,8 +3,6 @@
 `OUT`, `MODEL` and `DATA` in a message stand for the directories and files of the test.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 from collections.abc import Callable

@@ -4,8 +4,6 @@ disk. One line that names what is wrong and both values, exit code 2, everything
 `OUT`, `MODEL` and `DATA` in a message stand for the directories and files of the test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tools/claims.py`: statistics by hand, an experiment with a stand-in for the trainer, and the bundled plans."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -2,8 +2,6 @@
 and bad input.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import re

@@ -1,7 +1,5 @@
 """The persistent compilation cache, the counter of compiled programs, and committed arrays."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

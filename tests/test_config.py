@@ -1,7 +1,5 @@
 """Config: YAML and command line in, errors that name the field and both values."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The documentation is true: its blocks run, its tables are the code's, its links and commands lead somewhere."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The command line of the evaluation: datasets by name and path, what it tells, bad input."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

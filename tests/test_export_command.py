@@ -4,8 +4,6 @@ file, key and both values, and leaves nothing behind.
 `OUT`, `MODEL` and `ADAPTER` in a message stand for the directories of the test.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

@@ -5,8 +5,6 @@ the release trains them on, and the result goes out in every form. "Serve what y
 form, and in transformers and peft by the lines that the section shows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -1,7 +1,5 @@
 """What a machine says that has none of the packages of the extras, in one process without them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

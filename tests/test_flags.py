@@ -1,7 +1,5 @@
 """The parser's refusals of a command line: one line each, with the nearest known flag."""
 
-from __future__ import annotations
-
 import pytest
 
 from qerl_jax import export, quantize, train

@@ -7,8 +7,6 @@ whose ids exceed the embedding; a row of a dataset that is neither a problem nor
 another finite weight, another legal text or number cannot be told from the real ones: they may pass.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

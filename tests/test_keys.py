@@ -1,7 +1,5 @@
 """Every key is a chain of `fold_in` from the seed: part of each run's reproducibility, so written out here."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -2,8 +2,6 @@
 killed, bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import signal

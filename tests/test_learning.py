@@ -1,7 +1,5 @@
 """Six steps on the bundled policy make it better, and the run says and leaves what it found, did and trained."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

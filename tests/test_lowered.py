@@ -1,7 +1,5 @@
 """Lowered programs on disk: traced and lowered once for all processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.metadata

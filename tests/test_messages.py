@@ -1,7 +1,5 @@
 """Input that is wrong on purpose, through the readers themselves: each refusal names the file or field, at once."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

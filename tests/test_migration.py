@@ -1,7 +1,5 @@
 """Names of TRL, Unsloth and the released QeRL: none of TRL's is missing, each is answered with a field or a reason."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import enum

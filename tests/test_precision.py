@@ -4,8 +4,6 @@ nobody would notice.
 Nor would anybody on a GPU if tests set a default precision for what they test: they may for what it is held against.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

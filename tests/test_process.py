@@ -1,7 +1,5 @@
 """How the process of a command line ends: one line and an exit code, whatever stops it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import subprocess

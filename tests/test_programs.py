@@ -1,7 +1,5 @@
 """Programs that record themselves and are compiled before their first call."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import re
@@ -11,6 +9,7 @@ import time
 import weakref
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -376,12 +375,12 @@ def test_collections_pass_over_what_is_compiled_while_the_run_lasts(nothing_froz
 class Noted(jax.stages.Lowered):
     """A traced function and what it is lowered to at once, of a kernel or of a program: notes that it is compiled."""
 
-    def __init__(self, name: str, log: list[str], *kernels: Noted, until: threading.Event | None = None):
+    def __init__(self, name: str, log: list[str], *kernels: Self, until: threading.Event | None = None):
         """`until`: set by the kernel "last", or waited for by a program."""
         self.name, self.log, self.until = name, log, until
         self.kernels = {kernel.name: kernel for kernel in kernels}
 
-    def lower(self) -> Noted:
+    def lower(self) -> Self:
         return self
 
     def compile(self) -> None:

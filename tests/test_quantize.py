@@ -1,7 +1,5 @@
 """The quantizer writes the names, dtypes, shapes, bytes and config of llm-compressor."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """NF4 on disk: written in the bytes of bitsandbytes, and read as transformers and unsloth leave it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -2,8 +2,6 @@
 resume, export, evaluate.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The published recipes: they load, plan, fit the GPU they name, and twins differ where they must and nowhere else."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -2,8 +2,6 @@
 functions, cut out by name, ran on stand-ins (`tools/make_release_goldens.py`, which git has up to 829df0f).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every program of `docs/research.md` runs, on a smaller model than the page's, and does what the page says of it."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings: the value of each where nothing is given, and where a value that is given arrives."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Three steps of `qerl_jax.train` against `oracles/plain_run.py`, a straight line in NumPy and PyTorch."""
 
-from __future__ import annotations
-
 import json
 
 import jax.numpy as jnp

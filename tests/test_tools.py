@@ -1,7 +1,5 @@
 """Every program of `tools` starts and explains itself; those that are cheap do a little of their work."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The whole program: signals and bad batches lose nothing; what a dry run shows, what a run reads and refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

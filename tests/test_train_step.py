@@ -1,7 +1,5 @@
 """One step of `train.train_step` with rollout and update written here, and the end of a run: what each call gets."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import signal

@@ -1,7 +1,5 @@
 """`python -m qerl_jax.tune` with a clock that knows the fastest config of each GEMM."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

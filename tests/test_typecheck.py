@@ -1,7 +1,5 @@
 """What the tests' type checker sees at calls of `qerl_jax`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The built wheel works from another directory: model, configs and kernels travel in it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -9,8 +9,6 @@ A dataclass that is a pytree is checked where the code builds it, not where jax 
 gradients (`float0`), placeholders or None. Nothing is checked where programs are recorded from shapes.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

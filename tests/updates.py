@@ -1,7 +1,5 @@
 """Batches and configs of updates that several tests share."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,7 +1,5 @@
 """The command lines with vLLM, against the stand-in."""
 
-from __future__ import annotations
-
 import json
 
 import jax.numpy as jnp

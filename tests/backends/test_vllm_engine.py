@@ -1,7 +1,5 @@
 """vLLM as engine of rollouts, against a stand-in that computes with the adapter and norms that reached it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """PEFT adapters: ours load in `peft` on a torch model, its own load here, and other kinds than LoRA are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """NVFP4 checkpoints that llm-compressor's and ModelOpt's AWQ made: read exactly, or refused with the reason."""
 
-from __future__ import annotations
-
 import json
 import re
 

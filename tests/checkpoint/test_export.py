@@ -2,8 +2,6 @@
 bit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

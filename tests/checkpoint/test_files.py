@@ -1,7 +1,5 @@
 """Files and directories appear whole or not at all, and what was there is not lost."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

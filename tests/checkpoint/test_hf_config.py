@@ -1,7 +1,5 @@
 """Published configurations against transformers' own reading of them, and refusals that name file, key and value."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

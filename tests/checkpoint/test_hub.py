@@ -1,7 +1,5 @@
 """Models of the hub by name: which files are asked for, and one line where they cannot be had."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub

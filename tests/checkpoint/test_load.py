@@ -1,7 +1,5 @@
 """Directories to policies: single and sharded, tied and untied, and every defect named."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A run's checkpoints: damage is named and never restored, a failed save leaves the earlier ones as they were."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

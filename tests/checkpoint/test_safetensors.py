@@ -1,7 +1,5 @@
 """Files mapped by us against the safetensors library with torch, and files and indices that are wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """The class that reads a tokenizer, and the EOS token, without transformers."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import subprocess

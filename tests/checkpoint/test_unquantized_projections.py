@@ -1,7 +1,5 @@
 """Quantized checkpoints that leave some projections unquantized."""
 
-from __future__ import annotations
-
 import json
 import re
 

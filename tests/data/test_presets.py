@@ -1,7 +1,5 @@
 """Presets: five invented records in each published schema, from a local copy and as the hub would give them."""
 
-from __future__ import annotations
-
 import json
 import re
 import types

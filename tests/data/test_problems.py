@@ -1,7 +1,5 @@
 """Dataset files: columns, errors that name the line, bad records counted, conversations, typos, large files."""
 
-from __future__ import annotations
-
 import json
 import os
 import tracemalloc

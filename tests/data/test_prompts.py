@@ -1,7 +1,5 @@
 """Problems to token ids: the chat template, what becomes of long prompts, a fixed width."""
 
-from __future__ import annotations
-
 import copy
 import datetime
 import json

@@ -1,7 +1,5 @@
 """The order of problems: a function of (seed, cursor) alone, over one set or a weighted mixture."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The figures of an evaluation over completions written here, and the description people read."""
 
-from __future__ import annotations
-
 import array
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Records of an evaluation: what a kill may leave, what is refused, and how an evaluation goes on."""
 
-from __future__ import annotations
-
 import array
 import dataclasses
 import json

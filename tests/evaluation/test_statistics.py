@@ -1,7 +1,5 @@
 """Estimates and intervals: against published values, enumeration, and what the bootstrap is known to converge to."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Verdicts and votes, with the rewards that training uses."""
 
-from __future__ import annotations
-
 import pytest
 
 from qerl_jax.evaluation.grading import grader_of

@@ -1,7 +1,5 @@
 """What the tests on a Hopper GPU share: weights, activations and adapters, and how far a product may be off."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

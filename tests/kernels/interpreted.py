@@ -9,8 +9,6 @@ Not modelled, so that no error in it can show: clusters of several CTAs; the asy
 where it is started; register layouts and swizzles of Mosaic's own loads and stores.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import faulthandler

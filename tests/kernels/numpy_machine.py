@@ -5,8 +5,6 @@ program's waits allow, or at once: so that data read too early, or overwritten t
 the target lacks, a read outside an array, or of memory that nobody has written or another warp may be writing, fails.
 """
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import contextlib

@@ -3,8 +3,6 @@
 A register is an array of one 32-bit word for each thread.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

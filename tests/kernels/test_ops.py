@@ -1,7 +1,5 @@
 """`silu_mul` and its gradient against fp64; the program of the gradient for a GPU: `test_compile.py`."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Qwen2, Qwen3 and Llama 3 against transformers: logits, rollouts, updates and what noise reaches."""
 
-from __future__ import annotations
-
 import json
 
 import jax

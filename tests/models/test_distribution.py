@@ -1,7 +1,5 @@
 """Sampling filters against slow set arithmetic and transformers' processors, draws against the distribution claimed."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

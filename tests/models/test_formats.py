@@ -2,8 +2,6 @@
 original libraries.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes

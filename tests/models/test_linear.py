@@ -1,7 +1,5 @@
 """The matmul seam: values against float64, gradients against autodiff of the plain formula."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

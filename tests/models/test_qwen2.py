@@ -1,7 +1,5 @@
 """The model against recorded goldens, and against itself cached, in bf16 and in other programs."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

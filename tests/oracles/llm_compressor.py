@@ -6,8 +6,6 @@ llmcompressor==0.14.0.1`, which brings compressed-tensors 0.19.0 (0.20.0 made th
 the versions that made the first. The tests import `stress_checkpoint`, `SOURCES` and `AWQ` from here and need neither.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

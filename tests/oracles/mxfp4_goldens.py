@@ -5,8 +5,6 @@ codes and scales of `weights()`, and `quantization_config.json` beside it. It ne
 compressed-tensors==0.20.0 torch`; the tests need neither.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

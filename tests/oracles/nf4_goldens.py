@@ -10,8 +10,6 @@ transformers==5.23.0 accelerate torch`, CPU builds; the tests need neither bitsa
 - `double-quantized/`: a random fp32 model as transformers saves it with double quantization, and its logits there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

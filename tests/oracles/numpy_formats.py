@@ -1,7 +1,5 @@
 """What quantized weights are worth, in float64, and slow quantizers, from the format descriptions."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import torch

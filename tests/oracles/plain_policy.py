@@ -3,8 +3,6 @@
 Axes: V vocab, K input features, N output features, R rank.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -6,8 +6,6 @@ and every column is computed here from its definition.
 Axes: B completions = P prompts · G group, T tokens.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

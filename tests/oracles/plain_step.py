@@ -3,8 +3,6 @@
 Axes: B sequences, T tokens, C completion tokens (column c is the token at prompt length + c).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a policy holds of its model, taken apart into the tensors of the file it came from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import jax

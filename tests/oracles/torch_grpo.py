@@ -2,8 +2,6 @@
 stand-in trainer.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import inspect

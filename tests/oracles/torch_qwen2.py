@@ -1,7 +1,5 @@
 """Qwen2, Qwen3 and Llama by transformers in fp32, optionally with plain LoRA on their projections."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -2,8 +2,6 @@
 gradients, torch's AdamW.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@
 Prints a line of JSON for each case: its name, and what it found.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """The process of one replica under SLURM: what it gets in each kind of exchange, as a line of JSON each."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

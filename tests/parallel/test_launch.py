@@ -1,7 +1,5 @@
 """`--devices`: the processes of a command, how they end together, and a run of two against the run of one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

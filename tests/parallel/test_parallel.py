@@ -1,7 +1,5 @@
 """Exchanges between replicas: in threads, and between two real processes."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Rollouts and evaluations that replicas share, against those of one process."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,8 +1,6 @@
 """The update of several replicas against that of one process; `rl/test_update.py` compares the latter with padded
 rows."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Layers that are divided over devices: on two simulated ones, on two GPUs, and compiled for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

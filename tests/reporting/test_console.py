@@ -1,7 +1,5 @@
 """What a run says on a real terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """What a run says of itself, from rows made by hand."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

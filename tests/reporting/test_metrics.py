@@ -1,7 +1,5 @@
 """metrics.jsonl and completions/: cut back to a step, whole lines only."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Times of the phases of a run."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """report.md: figures worked out by hand, links that exist, and what somebody should look at."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import io

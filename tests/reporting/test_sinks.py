@@ -1,7 +1,5 @@
 """TensorBoard by reading its file back; W&B by a stand-in that records what it is told."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

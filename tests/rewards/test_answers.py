@@ -4,8 +4,6 @@ models judged by their authors (`tests/data/grading`), each in three forms of a 
 the extraction of lm-evaluation-harness (`tools/compare_graders.py`).
 """
 
-from __future__ import annotations
-
 import pytest
 
 from qerl_jax.rewards.answers import same_answer

@@ -1,7 +1,5 @@
 """The reward for programs: extraction, tests, time limits and the permission to run them."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """Rewards of the user's in a training run: every kind of failure, and TRL's way to give them."""
 
-from __future__ import annotations
-
 import array
 import dataclasses
 import datetime

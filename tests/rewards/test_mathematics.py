@@ -1,7 +1,5 @@
 """Rewards for formulas: Minerva's normalization against the released one, math-verify against worked cases."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rewards in worker processes: order of results, each kind of failure, and no process left behind."""
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Whole completions, read and graded by `answer`, `math_verify` and `dapo`; verdicts by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from qerl_jax.rewards.functions import load_reward

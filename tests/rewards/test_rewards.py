@@ -1,7 +1,5 @@
 """Rewards: numbers in text, formats, and the calling convention; each defect of the released scorer is a case."""
 
-from __future__ import annotations
-
 import math
 import re
 import time

@@ -1,7 +1,5 @@
 """The sandbox of untrusted programs, limit by limit."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -1,7 +1,5 @@
 """Where completions state their answers; expected texts by hand."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

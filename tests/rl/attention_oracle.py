@@ -1,7 +1,5 @@
 """Attention of packed sequences as one dense attention: its mask lets each token see what its sequences say."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

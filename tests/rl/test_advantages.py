@@ -1,7 +1,5 @@
 """Advantages by hand, and the batch they make of a rollout."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Dynamic sampling with a stream, a rollout and rewards made of numbers: replaced groups, their order, the counts."""
 
-from __future__ import annotations
-
 import array
 import pathlib
 from types import SimpleNamespace

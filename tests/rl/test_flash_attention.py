@@ -1,7 +1,5 @@
 """The two calls that make attention on a GPU, with cuDNN's part in them computed by its definition."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Attention of packed sequences by cuDNN on a GPU, against plain attention in fp32."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Chunked log-probabilities and entropy against the full softmax."""
 
-from __future__ import annotations
-
 import inspect
 
 import jax

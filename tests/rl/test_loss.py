@@ -1,7 +1,5 @@
 """Loss values and gradients against PyTorch from the formulas and against TRL."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Packing of sequences into micro-batches, prompts once, and attention of what is packed."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -2,8 +2,6 @@
 its invariants.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The packed update against the plain one on padded rows, and what it compiles."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 

@@ -1,7 +1,5 @@
 """Rows of advantage 0 leave the update where their gradient is 0: the same update, for less."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -6,8 +6,6 @@ Prints, as JSON, the operations of the loop body in the compiled program, the th
 our kernels in the whole program. DUMP is a directory for XLA's dump, from which the thunks are read.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import re

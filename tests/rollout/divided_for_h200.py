@@ -5,8 +5,6 @@ Prints, as JSON, the collectives of the loop body and of the rest of the program
 the number of our kernels in the loop body.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

@@ -6,8 +6,6 @@ with packed weights, and the compile time in seconds; the bytes that the other o
 their estimate. Attention is the plain form: cuDNN plans its own on the GPU.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

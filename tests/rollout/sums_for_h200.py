@@ -7,8 +7,6 @@ without names and with the number of slots replaced, in the mode and, for the wh
 kernels are left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """`batch_invariant`: the bits of a completion do not depend on its neighbours; without the mode they do."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

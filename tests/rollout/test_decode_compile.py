@@ -1,7 +1,5 @@
 """Decode chunk and prefill compiled for an H200 (a decode chunk also for another GPU): copies, graphs, reductions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 of slots, chunks, order and neighbours that must not change the samples.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Compile cost of a first rollout: programs compiled, and layers traced for them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

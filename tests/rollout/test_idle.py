@@ -1,7 +1,5 @@
 """Idle slots, counted step by step in the sampled tokens, and their bounds."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 

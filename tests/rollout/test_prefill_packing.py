@@ -1,7 +1,5 @@
 """Prefill packing: the choice of batches, and equality with separate prefills."""
 
-from __future__ import annotations
-
 import random
 
 import jax

@@ -1,7 +1,5 @@
 """Continuous batching on the host: every sequence starts once, in an idle slot, with its own prompt cached."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

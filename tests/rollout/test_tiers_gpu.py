@@ -1,8 +1,6 @@
 """Engine and update by the kernels of each tier on a Hopper GPU, which runs those of sm_80 and sm_89: they are as far
 from fp32 as XLA is in bf16."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

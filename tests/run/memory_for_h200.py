@@ -4,8 +4,6 @@ beside the estimate, and what the optimizer launches and reserves. `test_memory.
     python memory_for_h200.py {few,all}
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The oracle of `activations.peak_bytes`: a micro-batch moment by moment, with every array that is on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What layers keep, and the bytes of a micro-batch moment by moment."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

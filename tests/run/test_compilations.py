@@ -1,7 +1,5 @@
 """Programs compiled in a training run: none after its second step, whatever the lengths."""
 
-from __future__ import annotations
-
 import json
 import re
 

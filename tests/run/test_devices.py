@@ -1,7 +1,5 @@
 """Determinism is asked for before a device starts, or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The adapter that a run leaves behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Grading while the rollout is sampled: the result of grading afterwards, each task graded once."""
 
-from __future__ import annotations
-
 import array
 import dataclasses
 import pathlib

@@ -1,7 +1,5 @@
 """Processes that lower programs for a run."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """The dry run's numbers against real arrays, published sizes, and what XLA reserves for the programs it compiles."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

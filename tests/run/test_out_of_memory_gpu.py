@@ -1,7 +1,5 @@
 """A GPU whose memory really ends within an update: one line with the numbers, and the newest state on the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """One run at a time in an output directory; `--overwrite` deletes only what a run made."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """How a run stops: signals, a reader that went away, an output directory that is gone, updates that change nothing."""
 
-from __future__ import annotations
-
 import array
 import contextlib
 import dataclasses

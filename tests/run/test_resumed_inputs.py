@@ -1,7 +1,5 @@
 """A run resumes from what it was: model, dataset and reward file by their fingerprints, metrics.jsonl by its steps."""
 
-from __future__ import annotations
-
 import array
 import dataclasses
 import datetime

@@ -2,8 +2,6 @@
 files, by the files themselves.
 """
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import Future
 
