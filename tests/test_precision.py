@@ -46,7 +46,7 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
     step = record(grpo_step, state, policy.frozen, shapes_of(make_batch(rollout, jnp.zeros(ROWS))))
     texts, programs = [[line for each in step for line in products(each.traced.lower())]], []
     shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, ROWS, 0)
-    prompt_cache, slots = jax.eval_shape(lambda: decode.allocate_jit(jax.random.key(0), MODEL, policy.dtype, shapes))
+    prompt_cache, slots = jax.eval_shape(lambda: decode.allocate(jax.random.key(0), MODEL, policy.dtype, shapes))
     policy = policy.replace(lora=jax.eval_shape(decode.cast_lora, policy))
     for invariant in (False, True):
         arrays = np.zeros(16, np.int32), *2 * (np.zeros(ROWS, np.int32),)

@@ -205,13 +205,13 @@ SIZES = [
 ]
 SMALL = ["make_batch", "inputs_of"]  # joins and pads; all others of an update but the layers' have shapes of buckets
 LAYER = ["forward_and_keep", "backward"]  # of an update
-SLOTS = ["allocate_jit", "admit_jit", "decode_chunk", "gather", "gather"]  # of the largest number of slots
+SLOTS = ["allocate", "admit_jit", "decode_chunk", "gather", "gather"]  # of the largest number of slots
 ANEW = {
     "--max-completion-length 50 --max-prompt-length 70": SMALL,
     "--num-generations 4": ["_advantages", *LAYER],
     "--batch-size 128": ["_advantages", *SMALL, *SLOTS],
     "--max-completion-length 70": [
-        *SMALL, *LAYER, "allocate_jit", *["decode_chunk"] * 3, "gather", "gather",
+        *SMALL, *LAYER, "allocate", *["decode_chunk"] * 3, "gather", "gather",
     ],
 }  # fmt: skip
 
@@ -224,7 +224,7 @@ def test_programs_are_recorded_for_the_memory_of_the_device(tmp_path):
 
     def widths_on(device_bytes: float | None) -> tuple[int, int, int]:
         programs = record(rehearse_run, config, Hooks(), device_bytes)
-        [shapes] = [each.args[-1] for each in programs if each.function.__name__ == "allocate_jit"]
+        [shapes] = [each.args[-1] for each in programs if each.function.__name__ == "allocate"]
         sizes[shapes.cache_bytes] = estimate_memory(policy, state, config, device_bytes).rollout.cache
         return shapes.prompt_slots, shapes.prompt_width, shapes.completion_width
 

@@ -107,15 +107,10 @@ def read_tokenizer(path: Path, adapter: str | Path | None = None) -> Any:
 
 def build_policy(config: ModelConfig, frozen: Any, norms: Any, lora: LoraConfig, seed: int) -> Policy:
     """A policy over given trees (`models.trees.weight_trees`) with fresh adapters."""
-    adapters = init_adapters(config, lora, seed)
-    return Policy(frozen, norms, adapters, config=config, lora_config=lora)
-
-
-def init_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> dict[str, Any]:
-    """Fresh adapters, `Policy.lora`."""
     key = keys.for_step(seed, keys.Purpose.LORA_INIT, 0)
     layers = {i: _init_layer_adapters(config, lora, key, np.int32(i)) for i in range(config.num_layers)}
-    return {"layers": layers} if any(layers.values()) else {}
+    adapters = {"layers": layers} if any(layers.values()) else {}
+    return Policy(frozen, norms, adapters, config=config, lora_config=lora)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -86,14 +86,9 @@ class Completions:
     finish: Int8[Array, " B"]
 
 
-def allocate(policy: Policy, shapes: RolloutShapes, key: Array) -> tuple[PromptCache, Slots]:
-    """Empty device state: all the memory a rollout holds. Only the kind of `key` matters: the slots' keys have it."""
-    return allocate_jit(key, policy.config, policy.dtype, shapes)
-
-
 @program(static_argnames=("config", "dtype", "shapes"))
-def allocate_jit(key: Array, config: ModelConfig, dtype: jnp.dtype, shapes: RolloutShapes) -> tuple[PromptCache, Slots]:
-    """`allocate` without a policy."""
+def allocate(key: Array, config: ModelConfig, dtype: jnp.dtype, shapes: RolloutShapes) -> tuple[PromptCache, Slots]:
+    """Empty device state: all the memory a rollout holds. Only the kind of `key` matters: the slots' keys have it."""
     layers = (config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     prompts, slots = shapes.prompt_slots, shapes.slots
     prompt_cache = PromptCache(

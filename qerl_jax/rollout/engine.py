@@ -191,7 +191,7 @@ class _Decoder:
                 return
             if len(running) == 1 and self.schedule.live:
                 continue
-            self._read(running.pop(0))
+            self._read(*running.pop(0))
 
     def rehearse(self) -> None:
         """Make every call of a program that `steps` may make, once; those that compile longest come first."""
@@ -218,7 +218,7 @@ class _Decoder:
     def _begin(self) -> None:
         self.policy = self.policy.replace(lora=decode.cast_lora(self.policy))
         self.key = as_committed(self.key, self.policy)
-        self.prompt_cache, self.slots = decode.allocate(self.policy, self.shapes, self.key)
+        self.prompt_cache, self.slots = decode.allocate(self.key, self.policy.config, self.policy.dtype, self.shapes)
 
     def _decode_chunk(self) -> tuple[Array, Array]:
         self.slots, active, sampled = decode.decode_chunk(
@@ -226,23 +226,24 @@ class _Decoder:
         )
         return active, sampled
 
-    def _decode(self) -> _Chunk:
+    def _decode(self) -> tuple[list[int | None], Array, Array]:
         """Send a chunk to the device. Sequences that reach their limit in it count as ended at once, so that others
-        start in their slots right after it.
+        start in their slots right after it. Returns the sequence in each slot, whether the slot continues after the
+        chunk, and the sampled tokens, −1 where it was not active.
         """
         active, sampled = self._decode_chunk()
         for array in (active, sampled):
             array.copy_to_host_async()
-        chunk = _Chunk(list(self.schedule.sequences), active, sampled)
+        sequences = list(self.schedule.sequences)
         self.budget -= self.chunk
         self.schedule.end([slot for slot in self.schedule.live if self.budget[slot] <= 0])
-        return chunk
+        return sequences, active, sampled
 
-    def _read(self, chunk: _Chunk) -> None:
+    def _read(self, sequences: list[int | None], active: Array, sampled: Array) -> None:
         """Wait for a chunk and end the sequences that ended in it."""
-        active, sampled = np.asarray(chunk.active), np.asarray(chunk.sampled).T.tolist()
+        active, sampled = np.asarray(active), np.asarray(sampled).T.tolist()
         # Compaction may have moved it since.
-        slot_then = {sequence: slot for slot, sequence in enumerate(chunk.sequences) if sequence is not None}
+        slot_then = {sequence: slot for slot, sequence in enumerate(sequences) if sequence is not None}
         new = {sequence: [token for token in sampled[slot] if token >= 0] for sequence, slot in slot_then.items()}
         for sequence, tokens in new.items():
             self.sampled[sequence] += tokens
@@ -307,21 +308,6 @@ class _Decoder:
         order = self.schedule.compact(count)
         self.budget = self.budget[order]
         self.slots = decode.compact(self.slots, np.asarray(order, np.int32))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """A decode chunk in flight.
-
-    Attributes:
-      sequences: the sequence in each slot.
-      active: whether the slot continues after it.
-      sampled: sampled tokens, −1 where a slot was not active.
-    """
-
-    sequences: list[int | None]
-    active: Array
-    sampled: Array
 
 
 def assemble(

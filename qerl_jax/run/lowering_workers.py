@@ -17,14 +17,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import jax
 from qerl_kernels import dispatch
-from qerl_kernels.gpu import Gpu
 
 from qerl_jax import driver
 from qerl_jax.lowered import LoweredPrograms, are_as_begun, are_kept
@@ -33,22 +30,6 @@ from qerl_jax.programs import record
 from qerl_jax.run.hooks import Hooks
 
 _CORES_OF_ONE, _MOST = 4, 4
-
-
-@dataclass(frozen=True)
-class _Target:
-    """What a worker lowers for.
-
-    Attributes:
-      directory, environment: of the run's `LoweredPrograms`.
-      gpu: None: the CPU.
-      settings: JAX's, by name.
-    """
-
-    directory: Path
-    environment: bytes
-    gpu: Gpu | None
-    settings: dict[str, Any]
 
 
 def useful_workers(
@@ -97,7 +78,7 @@ class LoweringWorkers:
                 self._has_begun = True
                 gpu = dispatch.this_gpu() if dispatch.is_for_gpu() else None
                 settings = {name: value for name, value in jax.config.values.items() if name != "jax_platforms"}
-                self._messages.insert(0, pickle.dumps(_Target(kept.directory, kept.environment, gpu, settings)))
+                self._messages.insert(0, pickle.dumps((kept.directory, kept.environment, gpu, settings)))
                 self._send()
 
     def _send(self) -> None:
@@ -129,15 +110,15 @@ def _main() -> None:
     os.nice(5)  # the run goes first where cores are few
     messages = SimpleQueue()
     threading.Thread(target=_receive, args=(messages,), daemon=True).start()
-    target, known = messages.get(), {}
+    (directory, environment, gpu, settings), known = messages.get(), {}
     if not are_as_begun():
         return
-    for name, value in target.settings.items():
+    for name, value in settings.items():
         if jax.config.values.get(name, value) != value:
             jax.config.update(name, value)
     gc.disable()
-    kept = LoweredPrograms(target.directory, target.environment, waits=False)
-    with dispatch.lowering_for(target.gpu) if target.gpu else contextlib.nullcontext():
+    kept = LoweredPrograms(directory, environment, waits=False)
+    with dispatch.lowering_for(gpu) if gpu else contextlib.nullcontext():  # None: the CPU
         while True:
             rehearse, args = messages.get()
             record(rehearse, *args, known=known, kept=kept)

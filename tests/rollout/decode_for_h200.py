@@ -37,12 +37,9 @@ def abstract_chunk(
     config = Config(model="x", weight_format=weight_format, lora_rank=32, matmul_kernel=kernel)
     policy, _ = abstract_trees(model, weight_format, config)
     shapes = RolloutShapes(slots, ROWS, 256, 256, ROWS, 0)
-    embedding = jax.ShapeDtypeStruct((1, 1), jnp.bfloat16)  # `allocate` reads its dtype
-
-    def states(key: jax.Array) -> tuple[decode.PromptCache, decode.Slots]:
-        return decode.allocate(policy.replace(frozen={"embed_tokens": embedding}), shapes, key)
-
-    prompt_cache, slots = jax.eval_shape(states, jax.eval_shape(lambda: jax.random.key(0)))
+    prompt_cache, slots = jax.eval_shape(
+        lambda: decode.allocate(jax.random.key(0), policy.config, jnp.dtype("bfloat16"), shapes)
+    )
     return policy.replace(lora=jax.eval_shape(decode.cast_lora, policy)), prompt_cache, slots
 
 
