@@ -80,8 +80,6 @@ class _Arguments:
     """PEFT directory, norms included."""
     weight_format: Literal[*WEIGHT_FORMATS] | None = None
     """Format into which an unquantized model is quantized while loading. None: the stored one."""
-    prompts: str | None = None
-    """Text file with one prompt a line. None: four built-in texts; random tokens where the model has no tokenizer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,18 +118,18 @@ def _run(argv: Sequence[str], load: Callable[..., Policy]) -> int:
     if adapter is not None:  # before hours of work
         AdapterReader(adapter, config)
         refuse_other_tokenizer(path, adapter)
-    prompts = _prompts(path, config, arguments.prompts)
+    prompts = prompts_of(path, config)
     with console.status("computing here"):
         lora = LoraConfig(0) if adapter is None else None
         found = our_outputs(load(path, arguments.weight_format, lora, jnp.float32, adapter), prompts)
     with console.status("computing in PyTorch"):
         wanted, reference = reference_outputs(path, adapter, arguments.weight_format, prompts)
     print(f"{arguments.model} in float32, {len(prompts)} prompts; reference: {reference}")
-    return _show(deviations(found, wanted), rounding_bounds(config, max(map(len, prompts))))
+    return _show(deviations(found, wanted), rounding_bounds(config, len(prompts[0])))
 
 
-def _default_prompts(base: Path, model: ModelConfig) -> list[list[int]]:
-    """Four texts cut to one length, or random ids without a tokenizer."""
+def prompts_of(base: Path, model: ModelConfig) -> list[list[int]]:
+    """Token ids of four texts cut to one length, or random ids without a tokenizer."""
     length = min(_TOKENS, model.max_position_embeddings)
     tokenizer = load_tokenizer(base, model.vocab_size)
     if tokenizer is None:
@@ -140,43 +138,18 @@ def _default_prompts(base: Path, model: ModelConfig) -> list[list[int]]:
     return [ids[: min(length, *map(len, encoded))] for ids in encoded]
 
 
-def _prompts(path: Path, config: ModelConfig, file: str | None) -> list[list[int]]:
-    """Token ids of each prompt, at least two."""
-    if file is None:
-        return _default_prompts(path, config)
-    tokenizer = load_tokenizer(path, config.vocab_size)
-    if tokenizer is None:
-        raise ConfigError(f"{path} has no tokenizer, which --prompts {file} needs")
-    try:
-        lines = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from error
-    prompts = [tokenizer(line, verbose=False)["input_ids"] for line in lines]
-    if not prompts:
-        raise ConfigError(f"{file} holds no prompt")
-    for line, ids in zip(lines, prompts, strict=True):
-        if not 2 <= len(ids) <= config.max_position_embeddings:
-            raise ConfigError(
-                f"{file}: {line[:40]!r} has {len(ids)} tokens; a prompt has 2 to {config.max_position_embeddings}"
-            )
-    return prompts
-
-
 @jax.jit
-def _outputs(policy: Policy, tokens: jax.Array, mask: jax.Array) -> list[jax.Array]:
+def _outputs(policy: Policy, tokens: jax.Array) -> list[jax.Array]:
     """One program for the three, whose layers XLA then computes, and compiles, once."""
-    return [function(policy, tokens, mask) for function in (hidden_states, policy_logits, token_logprobs)]
+    return [function(policy, tokens) for function in (hidden_states, policy_logits, token_logprobs)]
 
 
 def our_outputs(policy: Policy, prompts: Sequence[Sequence[int]]) -> list[Outputs]:
-    """The policy on each prompt, padded on the right to one length so that everything is compiled once."""
-    length, found = max(map(len, prompts)), []
+    """The policy on each prompt; all have one length, so that everything is compiled once."""
+    found = []
     for ids in prompts:
-        count = len(ids)
-        tokens = np.array([[*ids, *[0] * (length - count)]], np.int32)
-        mask = np.arange(length)[None] < count
-        states, logits, logprobs = map(np.asarray, _outputs(policy, tokens, mask))
-        found.append(Outputs(states[:, 0, :count], logits[0, :count], logprobs[0, : count - 1]))
+        states, logits, logprobs = map(np.asarray, _outputs(policy, np.array([ids], np.int32)))
+        found.append(Outputs(states[:, 0], logits[0], logprobs[0]))
     return found
 
 

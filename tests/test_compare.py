@@ -23,9 +23,8 @@ from qerl_jax.checkpoint import torch_reference
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.checkpoint.torch_reference import Outputs
-from qerl_jax.compare import Deviation, deviations, main, rounding_bounds
+from qerl_jax.compare import Deviation, deviations, main, prompts_of, rounding_bounds
 
 without_compressed_tensors = pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is not None, reason="it is tested where it is not installed"
@@ -87,23 +86,19 @@ def test_every_family_agrees(tmp_path, capsys, kind, shape):
 
 
 def test_stated_figures_are_those_of_the_arrays(tmp_path, capsys):
-    """Prompts of several lengths, padded here and not there. Another head: the deviation is known without this code."""
+    """Another head: the deviation is known without this code."""
     model = bf16_model(tmp_path)
 
     def double(array: np.ndarray) -> None:
         array *= array.dtype.type(2)
 
     other = changed(model, "lm_head.weight", double)
-    texts = ["What is 17 times 23?", "Two", "A longer prompt than the others, with more words in it."]
-    (tmp_path / "prompts.txt").write_text("\n\n".join(texts) + "\n")
-    command = [str(model), "--prompts", str(tmp_path / "prompts.txt")]
-    assert main(command, lambda path, *rest: load_policy(other, *rest)) == 1
+    assert main([str(model)], lambda path, *rest: load_policy(other, *rest)) == 1
     said = capsys.readouterr().out
-    assert "3 prompts" in said
-    tokenizer, reference = load_tokenizer(model), torch_qwen2.load(model)
+    reference, prompts = torch_qwen2.load(model), prompts_of(model, model_config(model))
     logits, logprobs = [], []
-    for text in texts:
-        ids = np.array([tokenizer(text)["input_ids"]])
+    for prompt in prompts:
+        ids = np.array([prompt])
         wanted = torch.tensor(torch_qwen2.logits(reference, ids))
         one, two = (torch.log_softmax(scale * wanted, -1)[0, :-1].numpy() for scale in (1, 2))
         logits.append(np.abs(wanted.numpy()).ravel())
@@ -245,18 +240,3 @@ def test_what_does_not_fit_is_refused(tmp_path, capfd):
     narrow = small.bf16(tmp_path / "narrow", shards=1, vocab_size=128)
     said = error_of(main, [str(narrow)], tmp_path, capfd)
     assert_says(said, f"{narrow}: the tokenizer's ids reach …, but the embedding has vocab_size 128 rows")
-
-
-def test_bad_prompts(tmp_path, capfd, stories_dir):
-    model, file = bf16_model(tmp_path), tmp_path / "prompts.txt"
-    command = [str(model), "--prompts", str(file)]
-    for text, message in {
-        b" \n\n": f"{file} holds no prompt",
-        b"\xff\xfe": f"{file} is not UTF-8: invalid start byte at byte 0",
-        b"a": f"{file}: 'a' has 1 tokens; a prompt has 2 to 256",
-        b"a b c " * 200: f"{file}: 'a b c …' has … tokens; a prompt has 2 to 256",
-    }.items():
-        file.write_bytes(text)
-        assert_says(error_of(main, command, tmp_path, capfd), message)
-    said = error_of(main, [str(stories_dir), "--prompts", str(file)], tmp_path, capfd)
-    assert_says(said, f"{stories_dir} has no tokenizer, which --prompts {file} needs")
