@@ -29,31 +29,13 @@ PROBLEMS, COUNT = Path(__file__).parent / "data" / "arithmetic", 96
 # Small enough for seconds, but every part of the program at work: two iterations, micro-batches, norms, KL, refills,
 # noise.
 SMALL = {
-    "model": "tiny",
-    "weight_format": "nvfp4",
-    "dtype": "float32",
-    "dataset": str(PROBLEMS),
-    "max_steps": 12,
-    "batch_size": 8,
-    "num_generations": 4,
-    "num_iterations": 2,
-    "tokens_per_micro_batch": 512,
-    "max_prompt_length": 96,
-    "max_completion_length": 24,
-    "learning_rate": 1e-3,
-    "lora_rank": 4,
-    "train_norms": True,
-    "beta": 0.01,
-    "sigma_start": 1e-2,
-    "sigma_end": 5e-4,
-    "reward_funcs": ("answer", "soft_format"),
-    "reward_weights": (2.0, 0.2),
-    "num_stages": 3,
-    "dynamic_sampling": True,
-    "max_refill_rounds": 1,
-    "save_steps": 1,
+    "model": "tiny", "weight_format": "nvfp4", "dtype": "float32", "dataset": str(PROBLEMS), "max_steps": 12,
+    "batch_size": 8, "num_generations": 4, "num_iterations": 2, "tokens_per_micro_batch": 512,
+    "max_prompt_length": 96, "max_completion_length": 24, "learning_rate": 1e-3, "lora_rank": 4, "train_norms": True,
+    "beta": 0.01, "sigma_start": 1e-2, "sigma_end": 5e-4, "reward_funcs": ("answer", "soft_format"),
+    "reward_weights": (2.0, 0.2), "num_stages": 3, "dynamic_sampling": True, "max_refill_rounds": 1, "save_steps": 1,
     "save_total_limit": 2,
-}
+}  # fmt: skip
 TIMES = ("time/", "step_time", "tokens_per_second", "compilations")  # metrics of the machine, not of the algorithm
 
 

@@ -14,23 +14,11 @@ from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.models.config import tensors_of
 
 CONFIG = {
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 512,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "use_sliding_window": False,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 512,
+    "tie_word_embeddings": False, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "use_sliding_window": False, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 

@@ -109,19 +109,8 @@ def dataset(tmp_path_factory) -> Path:
 def flags(model: Path, dataset: Path, directory: Path) -> list[str]:
     """A run so small that reading its input is all of its time."""
     lengths = ["--max-prompt-length", "120", "--max-completion-length", "8"]
-    return [
-        "--model",
-        str(model),
-        "--dataset",
-        str(dataset),
-        "--output-dir",
-        str(directory),
-        "--lora-rank",
-        "2",
-        "--max-steps",
-        "1",
-        *lengths,
-    ]
+    paths = ["--model", str(model), "--dataset", str(dataset), "--output-dir", str(directory)]
+    return [*paths, "--lora-rank", "2", "--max-steps", "1", *lengths]
 
 
 @first_and_rest(5, 240)

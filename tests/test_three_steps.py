@@ -26,53 +26,19 @@ REWARD = """
 def letters(completions, **_):
     return [None if "z" in text[:2] else float("k" in text[:3]) for text in completions]
 """
-# Noise, refills, a failed row, accumulation, trained norms, truncated sampling, clipping, a capped weight.
+# Noise, refills, a failed row, accumulation, trained norms, truncated sampling, clipping, a capped weight; six updates
+# in three rollouts.
 SETTINGS = {
-    "dtype": "float32",
-    "max_steps": 6,  # updates: three rollouts
-    "batch_size": 12,
-    "num_generations": 4,
-    "num_iterations": 2,
-    "tokens_per_micro_batch": 256,
-    "max_prompt_length": 64,
-    "max_completion_length": 10,
-    "learning_rate": 3e-2,
-    "warmup_ratio": 0.2,
-    "weight_decay": 0.3,
-    "adam_beta1": 0.8,
-    "adam_beta2": 0.95,
-    "adam_epsilon": 1e-4,
-    "max_grad_norm": 0.05,
-    "lora_rank": 3,
-    "lora_alpha": 5.0,
-    "use_rslora": True,
-    "train_norms": True,
-    "loss_type": "grpo",
-    "epsilon": 0.002,
-    "epsilon_high": 0.004,
-    "beta": 0.05,
-    "importance_sampling_cap": 1.02,
-    "scale_rewards": "batch",
-    "mask_truncated_completions": True,
-    "dynamic_sampling": True,
-    "max_refill_rounds": 1,
-    "temperature": 0.9,
-    "top_k": 80,
-    "top_p": 0.95,
-    "min_p": 0.3,
-    "sigma_start": 0.05,
-    "sigma_end": 0.02,
-    "num_stages": 3,
-    "system_prompt": "Be brief.",
-    "eval_num_generations": 2,
-    "eval_temperature": 0.7,
-    "eval_top_p": 0.9,
-    "eval_batch_size": 5,
-    "reward_workers": 0,
-    "overlong_buffer": 1,
-    "save_steps": 2,
-    "seed": 5,
-}
+    "dtype": "float32", "max_steps": 6, "batch_size": 12, "num_generations": 4, "num_iterations": 2,
+    "tokens_per_micro_batch": 256, "max_prompt_length": 64, "max_completion_length": 10, "learning_rate": 3e-2,
+    "warmup_ratio": 0.2, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-4,
+    "max_grad_norm": 0.05, "lora_rank": 3, "lora_alpha": 5.0, "use_rslora": True, "train_norms": True,
+    "loss_type": "grpo", "epsilon": 0.002, "epsilon_high": 0.004, "beta": 0.05, "importance_sampling_cap": 1.02,
+    "scale_rewards": "batch", "mask_truncated_completions": True, "dynamic_sampling": True, "max_refill_rounds": 1,
+    "temperature": 0.9, "top_k": 80, "top_p": 0.95, "min_p": 0.3, "sigma_start": 0.05, "sigma_end": 0.02,
+    "num_stages": 3, "system_prompt": "Be brief.", "eval_num_generations": 2, "eval_temperature": 0.7,
+    "eval_top_p": 0.9, "eval_batch_size": 5, "reward_workers": 0, "overlong_buffer": 1, "save_steps": 2, "seed": 5,
+}  # fmt: skip
 FAILED = {2: [9]}  # a row of the second step, before its refill
 UNCHECKED = ("time/", "step_time", "tokens_per_second", "compilations")  # the machine decides
 

@@ -11,19 +11,11 @@ from qerl_jax.models.distribution import sample, sampled_logits
 from qerl_jax.types import Sampling
 
 SETTINGS = [
-    Sampling(1),
-    Sampling(1, temperature=0.6),
-    Sampling(1, top_k=1),
-    Sampling(1, temperature=0.7, top_k=5),
-    Sampling(1, top_k=1000),
-    Sampling(1, top_p=1e-6),
-    Sampling(1, temperature=1.5, top_p=0.5),
-    Sampling(1, top_p=0.95),
-    Sampling(1, min_p=0.3),
-    Sampling(1, min_p=1.0),
-    Sampling(1, temperature=0.6, min_p=0.3),
+    Sampling(1), Sampling(1, temperature=0.6), Sampling(1, top_k=1), Sampling(1, temperature=0.7, top_k=5),
+    Sampling(1, top_k=1000), Sampling(1, top_p=1e-6), Sampling(1, temperature=1.5, top_p=0.5),
+    Sampling(1, top_p=0.95), Sampling(1, min_p=0.3), Sampling(1, min_p=1.0), Sampling(1, temperature=0.6, min_p=0.3),
     Sampling(1, temperature=0.8, top_k=7, top_p=0.8, min_p=0.1),
-]
+]  # fmt: skip
 
 
 def slow(logits: np.ndarray, sampling: Sampling) -> np.ndarray:

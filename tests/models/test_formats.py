@@ -92,15 +92,8 @@ TIES = [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.
 
 def test_e2m1_ties_go_to_the_even_code_and_large_values_saturate():
     for value, expected in [
-        *TIES,
-        (0.2501, 0.5),
-        (0.7499, 0.5),
-        (4.999, 4.0),
-        (5.001, 6.0),
-        (6.0, 6.0),
-        (7.9, 6.0),
-        (1e9, 6.0),
-    ]:
+        *TIES, (0.2501, 0.5), (0.7499, 0.5), (4.999, 4.0), (5.001, 6.0), (6.0, 6.0), (7.9, 6.0), (1e9, 6.0),
+    ]:  # fmt: skip
         for sign in (1, -1):
             code = nvfp4.encode_e2m1(np.array([sign * value], np.float32))[0]
             assert oracle.E2M1[code] == sign * expected, (value, sign)

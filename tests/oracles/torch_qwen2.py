@@ -29,17 +29,10 @@ def make(directory: Path, seed: int, scale: float = 0.1, kind: str = "Qwen2", **
     `kind`: "Qwen2", "Qwen3" or "Llama".
     """
     defaults = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": None,
-    }
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None,
+        "eos_token_id": 1, "pad_token_id": None,
+    }  # fmt: skip
     config = getattr(transformers, f"{kind}Config")(**{**defaults, **shape}, attn_implementation="eager")
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.float32).eval()
