@@ -72,7 +72,7 @@ OF_FUNCTIONS = {
     "quantize_checkpoint": {"weight_format": "nvfp4", "overwrite": False, "progress": "<lambda>", "ignore": ()},
     "token_logprobs": {"attention_mask": None, "temperature": 1.0, "chunk": 1024},
     "Engine": {
-        "slots": None, "memory_gb": None, "chunk": 8, "batch_invariant": False, "free_bytes": None,
+        "slots": None, "memory_gb": None, "chunk": 8, "batch_invariant": False, "prompts": None, "free_bytes": None,
     },
     "LoraConfig": {"rank": 32, "alpha": None, "use_rslora": False, "target_modules": PROJECTIONS, "dropout": 0.0},
     "Sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_generations": 1},
