@@ -125,7 +125,7 @@ def _mismatch(axes: Any, rows: list[dict[str, Any]]) -> None:
         ("sampling/kl", "KL(sampled ‖ trainer)", "#3c8d40"),
     ):
         steps, values = _series(rows, name)
-        axes.plot(steps, np.maximum(values, 1e-12), color=colour, label=label)
+        axes.plot(steps, np.where(values > 0, values, np.nan), color=colour, label=label)  # 0 has no logarithm: a gap
     axes.set_yscale("log")
     axes.set_title("Rollout against trainer" + (", the noise between them" if _is_noisy(rows) else ""))
     axes.set_ylabel("nats")

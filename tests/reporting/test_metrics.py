@@ -116,6 +116,8 @@ def test_every_line_of_a_plot_is_the_metric_of_its_name():
             assert [band.get_datalim(axes.transData).y0, band.get_datalim(axes.transData).y1] == [20.0, 72.0]
     _PLOTS["mismatch"][1](axes := Figure().add_subplot(), [dict.fromkeys(shown, 1e-6) | {"step": 1}])  # without noise
     assert [line.get_ydata().tolist() for line in axes.get_lines()] == [[1e-6]] * 3
+    _PLOTS["mismatch"][1](axes := Figure().add_subplot(), [dict.fromkeys(shown, 0.0) | {"step": 1}])
+    assert np.isnan([line.get_ydata() for line in axes.get_lines()]).all()  # 0 has no logarithm
 
 
 @pytest.mark.parametrize(
