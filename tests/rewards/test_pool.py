@@ -118,7 +118,7 @@ def test_a_reward_that_raises_ends_the_run_with_its_words(mine):
     """And the last line of the reward's own file, also where a library of Python's raised it."""
     (line,) = [n for n, text in enumerate(MINE.splitlines(), 1) if "KeyError" in text]
     with load_rewards((f"{mine}:act", f"{mine}:wait"), 2, 30.0) as rewards:
-        with pytest.raises(RewardError, match=rf"mine.py:act' raised KeyError\('broken'\) in {mine}, line {line}$"):
+        with pytest.raises(RewardError, match=rf"act' raised KeyError\('broken'\) in {mine}, line {line}: name"):
             rewards[f"{mine}:act"](**rows(["a", "raise"]))
         (line,) = [n for n, text in enumerate(MINE.splitlines(), 1) if "time.sleep(float" in text]
         with pytest.raises(RewardError, match=rf"raised ValueError\(.*\) in {mine}, line {line}$"):
