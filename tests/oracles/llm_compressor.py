@@ -1,15 +1,9 @@
-"""Golden NVFP4 checkpoints of llm-compressor, and the program that made them.
-
-`python tests/oracles/llm_compressor.py` rewrites `tests/data/nvfp4/llm-compressor/`, and with the argument `awq`
-`tests/data/nvfp4/llm-compressor-awq/`. It needs an environment of its own (Python 3.11, no jax): `pip install
-llmcompressor==0.14.0.1`, which brings compressed-tensors 0.19.0 (0.20.0 made the second folder); `golden.json` names
-the versions that made the first. The tests import `stress_checkpoint`, `SOURCES` and `AWQ` from here and need neither.
+"""Golden NVFP4 checkpoints of llm-compressor 0.14.0.1 (compressed-tensors 0.20.0 for AWQ's); `golden.json` has the
+versions of the first. The program that made them is this file up to e6a12502.
 """
 
 import hashlib
 import json
-import sys
-import tempfile
 from pathlib import Path
 
 import ml_dtypes
@@ -87,70 +81,3 @@ def stress_checkpoint(directory: Path, dtype: str) -> Path:
 def digest(array: np.ndarray) -> str:
     """SHA-256 of a tensor's bytes."""
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-
-
-def _oneshot(source: Path, out: Path) -> dict:
-    """The quantized tensors (name -> torch tensor) as the documentation of llm-compressor has people make them."""
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from safetensors.torch import load_file
-
-    recipe = QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])
-    oneshot(model=str(source), recipe=recipe, output_dir=str(out))
-    tensors = {}
-    for file in out.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return {name: tensor for name, tensor in tensors.items() if "_proj.weight" in name}
-
-
-def awq(source: Path, texts: list[str], out: Path) -> None:
-    """A model as llm-compressor's AWQ quantizes it and its users save it."""
-    import torch
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.awq import AWQModifier
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.Tensor.pin_memory = lambda self, *_: self  # it asks for a GPU
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    rows = [dict(tokenizer(text, truncation=True, max_length=128)) for text in texts]
-    recipe = AWQModifier(scheme="NVFP4A16", targets=["Linear"], ignore=["lm_head"])
-    sizes = {"max_seq_length": 128, "num_calibration_samples": len(rows)}
-    oneshot(model=model, dataset=Dataset.from_list(rows), recipe=[recipe], **sizes)
-    model.save_pretrained(out, save_compressed=True)
-    tokenizer.save_pretrained(out)
-
-
-def main() -> None:
-    """Write the goldens."""
-    if sys.argv[1:] == ["awq"]:
-        rows = map(json.loads, (ROOT / "tests/data/gsm8k/train.jsonl").read_text().splitlines())
-        return awq(SOURCES["bundled"], [f"{row['question']}\n{row['answer']}" for row in rows], AWQ)
-    from importlib.metadata import version
-
-    import torch
-    from safetensors.torch import save_file
-
-    GOLDEN.mkdir(parents=True, exist_ok=True)
-    record = {
-        "made_by": "tests/oracles/llm_compressor.py",
-        "versions": {p: version(p) for p in ("llmcompressor", "compressed-tensors", "torch", "transformers")},
-        "recipe": 'QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])',
-        "device": "cpu",
-        "sha256": {},
-    }
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        for dtype in STRESS:
-            tensors = _oneshot(stress_checkpoint(work / f"source-{dtype}", dtype), work / dtype)
-            save_file(tensors, GOLDEN / f"stress-{dtype}.safetensors")
-        for model, source in SOURCES.items():
-            tensors = _oneshot(source, work / model)
-            record["sha256"][model] = {n: digest(t.view(torch.uint8).numpy()) for n, t in sorted(tensors.items())}
-        record["quantization_config"] = json.loads((work / "bundled/config.json").read_text())["quantization_config"]
-    (GOLDEN / "golden.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
