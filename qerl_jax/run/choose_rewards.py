@@ -1,14 +1,15 @@
-"""Rewards and weights of a run: the datasets' own, unless the config names others."""
+"""Rewards and weights of a run, the datasets' own unless the config names others, and what they are called with."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.files import DataError
 from qerl_jax.data.presets import NUMBER_REWARDS
-from qerl_jax.data.problems import preset_of
+from qerl_jax.data.problems import Problem, preset_of
 from qerl_jax.evaluation.grading import STATED
 
 _VERDICTS = (*STATED, "code")
@@ -52,3 +53,31 @@ def verdict_reward(rewards: Mapping[str, float]) -> str | None:
     None where there is none, as with functions of the user's.
     """
     return max((name for name in rewards if name in _VERDICTS), key=rewards.__getitem__, default=None)
+
+
+def reward_rows(
+    config: Config,
+    problems: Sequence[Problem],
+    prompt_index: Sequence[int],
+    completions: Sequence[str],
+    lengths: Sequence[int],
+) -> tuple[tuple[list[Any], Sequence[str], list[str]], dict[str, list[Any]]]:
+    """Prompts, completions and answers, a row for each completion, and the columns beside them, as `functions.score`
+    takes them: `outcomes.GIVEN_COLUMNS`, and those of the datasets, None for a row whose dataset lacks one.
+
+    Args:
+      config: the run's.
+      problems: of the whole batch.
+      prompt_index: place of each row's problem among them.
+      completions, lengths: text and tokens of each row's completion.
+    """
+    rows, names = [problems[place] for place in prompt_index], sorted({n for item in problems for n in item.extra})
+    answers = [row.answer for row in rows] if config.answer_column else []
+    return ([row.as_rewards_see_it for row in rows], completions, answers), {
+        **{name: [row.extra.get(name) for row in rows] for name in names},
+        "prompt_index": list(prompt_index),
+        "completion_lengths": list(lengths),
+        "max_completion_length": [config.max_completion_length] * len(rows),
+        "overlong_buffer": [config.overlong_tokens] * len(rows),
+        "reward_timeout": [config.reward_timeout] * len(rows),
+    }

@@ -5,15 +5,16 @@ Axes: B completions = P prompts · G group, row = p · G + g.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from qerl_jax.data.prompts import EncodedProblem, Remembering, completion_text, completion_texts
-from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import as_rows, score
 from qerl_jax.rl.experience import Experience
 from qerl_jax.rollout.engine import Progress
+from qerl_jax.run.choose_rewards import reward_rows
 from qerl_jax.run.prepare import Run
 from qerl_jax.types import FinishReason, Rollout
 
@@ -29,6 +30,7 @@ class Grading:
     def __init__(self, run: Run, problems: Sequence[EncodedProblem]):
         self._run, self._problems = run, problems
         self._tokenizer = Remembering(run.policy.tokenizer)
+        self._rows = functools.partial(reward_rows, run.config, [item.problem for item in problems])
 
     def begin(self, progress: Progress) -> None:
         """Decode the texts of the groups that have just ended and have the rewards begin with them (`Rewards.begin`).
@@ -62,17 +64,3 @@ class Grading:
             reward_parts={name: np.asarray(values, np.float32) for name, values in parts.items()},
             drawn=len(self._problems),
         )
-
-    def _rows(self, prompt_index: list[int], completions: list[str], lengths: list[int]) -> tuple[tuple, dict]:
-        """Prompts, completions and answers, and the columns beside them, as `score` takes them."""
-        config, rows = self._run.config, [self._problems[p].problem for p in prompt_index]
-        columns = reward_columns(
-            [item.problem.extra for item in self._problems],
-            prompt_index=prompt_index,
-            completion_lengths=lengths,
-            max_completion_length=config.max_completion_length,
-            overlong_buffer=config.overlong_tokens,
-            reward_timeout=config.reward_timeout,
-        )
-        answers = [row.answer for row in rows if config.answer_column]
-        return ([row.as_rewards_see_it for row in rows], completions, answers), columns

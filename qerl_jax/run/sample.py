@@ -13,9 +13,9 @@ from qerl_jax.data.presets import PRESETS
 from qerl_jax.data.problems import Problem, load_dataset, own_system_prompt
 from qerl_jax.data.prompts import EncodedProblem, asks_for_answer, encode_problems
 from qerl_jax.rewards.answers import parse_number
-from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import score
 from qerl_jax.rewards.load import Rewards
+from qerl_jax.run.choose_rewards import reward_rows
 
 Pay = tuple[list[float], dict[str, list[float]]]
 
@@ -89,17 +89,9 @@ def _pay(config: Config, rewards: Rewards, problem: Problem, texts: dict[str, st
     """
     group = config.num_generations
     count = -(-len(texts) // group) * group
-    columns = reward_columns(
-        [problem.extra] * (count // group),
-        [row // group for row in range(count)],
-        [16] * count,
-        config.max_completion_length,
-        config.overlong_tokens,
-        config.reward_timeout,
-    )
     completions = list(itertools.islice(itertools.cycle(texts.values()), count))
-    answers = [problem.answer] * count if config.answer_column else []
-    rows = [problem.as_rewards_see_it] * count, completions, answers
+    index = [row // group for row in range(count)]
+    rows, columns = reward_rows(config, [problem] * (count // group), index, completions, [16] * count)
     return score(rewards, config.reward_weights, *rows, **columns)
 
 

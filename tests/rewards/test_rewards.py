@@ -11,7 +11,6 @@ import pytest
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.answers import parse_number, same_answer, unbox
-from qerl_jax.rewards.columns import reward_columns
 from qerl_jax.rewards.functions import RewardError, load_reward, score
 from qerl_jax.rewards.outcomes import Crashed, TimedOut, Unparsed
 
@@ -236,15 +235,6 @@ def test_columns_reach_every_reward_by_name():
         {"mine": reward}, (1.0,), ["p"] * 2, ["c"] * 2, ["x", "y"], level=[3, 4], rewards=["any name", ""]
     )
     assert totals == [3.0, 0.0]
-
-
-def test_columns_of_each_row_are_those_of_its_prompt():
-    """Two prompts of different datasets, in any order of their completions."""
-    extra = [{"level": 3}, {"level": 4, "hint": "b"}]
-    assert reward_columns(extra, [1, 0, 0], [7, 8, 9], 10, 2, 5.0) == {
-        "level": [4, 3, 3], "hint": ["b", None, None], "prompt_index": [1, 0, 0], "completion_lengths": [7, 8, 9],
-        "max_completion_length": [10] * 3, "overlong_buffer": [2] * 3, "reward_timeout": [5.0] * 3,
-    }  # fmt: skip
 
 
 def test_without_an_answer_column_no_reward_gets_an_answer():

@@ -18,6 +18,7 @@ from qerl_jax.data.stream import ProblemStream
 from qerl_jax.parallel import Replicas
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rollout.engine import Progress
+from qerl_jax.run.choose_rewards import reward_rows
 from qerl_jax.run.grading import Grading
 from qerl_jax.run.prepare import Run
 from qerl_jax.types import FinishReason, Policy, Rollout
@@ -36,6 +37,19 @@ def ranked(prompts, completions, hint, prompt_index, **_):
         os._exit(1)
     return [None if "9" in text else len(text) / len(max(texts, key=len)) + prompt_index[0] for text in texts]
 """
+
+
+def test_columns_of_each_row_are_those_of_its_prompt():
+    """Two prompts of different datasets, in any order of their completions."""
+    problems = [Problem(0, "3?", "c", extra={"level": 3}), Problem(1, "4?", "d", extra={"level": 4, "hint": "b"})]
+    config = Config("tiny", max_completion_length=10, overlong_buffer=2, reward_timeout=5)
+    rows, columns = reward_rows(config, problems, [1, 0, 0], ["x", "y", "z"], [7, 8, 9])
+    assert rows == (["4?", "3?", "3?"], ["x", "y", "z"], ["d", "c", "c"])
+    assert columns == {
+        "level": [4, 3, 3], "hint": ["b", None, None], "prompt_index": [1, 0, 0], "completion_lengths": [7, 8, 9],
+        "max_completion_length": [10] * 3, "overlong_buffer": [2] * 3, "reward_timeout": [5.0] * 3,
+    }  # fmt: skip
+    assert reward_rows(dataclasses.replace(config, answer_column=""), problems, [0], ["x"], [1])[0][2] == []
 
 
 @pytest.mark.parametrize("replicas", [Replicas(), Replicas(1, 2)])
