@@ -22,7 +22,7 @@ from qerl_jax.command import STOPPED
 from qerl_jax.evaluate import main as evaluate
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.reporting.metrics import EvaluationResults, read_metrics
+from qerl_jax.reporting.metrics import read_evaluations, read_metrics, write_evaluations
 from qerl_jax.run import directory as run_directory
 from qerl_jax.types import TrainState
 
@@ -253,7 +253,7 @@ def test_a_finished_run_goes_on_to_more_steps(used, capfd):
     after the second is no longer that of the trained policy, nor is the adapter until the end.
     """
     run = used / "run"
-    EvaluationResults(run).put("after", Evaluation(0.5, 0.4, 0.6, 0.5, 0.0, 0.0, 1.0, 8, 1))
+    write_evaluations(run, {"after": Evaluation(0.5, 0.4, 0.6, 0.5, 0.0, 0.0, 1.0, 8, 1)})
     damage("metrics.jsonl", b'"grad_norm": 0.0', b'"grad_norm": 1.0')(run)  # else nothing was trained in three steps
     before, rows = (run / "adapter/adapter_model.safetensors").read_bytes(), read_metrics(run)
     longer = training(used, "--resume", "auto", "--max-steps", "3")
@@ -262,10 +262,10 @@ def test_a_finished_run_goes_on_to_more_steps(used, capfd):
     assert train.main(longer) == 0
     assert "max_steps: 2 -> 3; learning rate of step 3: 0 -> 0.0005\n" in capfd.readouterr().out
     assert read_metrics(run)[:2] == rows and read_metrics(run)[2]["learning_rate"] == pytest.approx(1e-3 / 2)
-    assert EvaluationResults(run).all() == {} and find_source(run).adapter == run / "adapter"
+    assert read_evaluations(run) == {} and find_source(run).adapter == run / "adapter"
     assert (run / "adapter/adapter_model.safetensors").read_bytes() != before
-    EvaluationResults(run).put("after", Evaluation(0.5, 0.4, 0.6, 0.5, 0.0, 0.0, 1.0, 8, 1))
-    assert train.main(longer) == 0 and set(EvaluationResults(run).all()) == {"after"}  # once it is over, it stays
+    write_evaluations(run, {"after": Evaluation(0.5, 0.4, 0.6, 0.5, 0.0, 0.0, 1.0, 8, 1)})
+    assert train.main(longer) == 0 and set(read_evaluations(run)) == {"after"}  # once it is over, it stays
     said = error_of(train.main, training(used, "--resume", "auto"), used, capfd)
     assert_says(said, "OUT/checkpoints/3 is that of step 3, but max_steps 2 ends at step 2")
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 from qerl_jax.config.fields import Config
 from qerl_jax.config.values import ConfigError
-from qerl_jax.models.lora import LoraConfig
 
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
@@ -46,8 +45,7 @@ def check(config: Config) -> None:
         if message := next(contradictions(config), None):
             raise ConfigError(message)
     try:
-        LoraConfig(config.lora_rank, config.lora_alpha, config.use_rslora, config.lora_target_modules)
-        _ = config.sampling
+        _ = config.lora, config.sampling
     except ValueError as error:
         raise ConfigError(str(error)) from error
     try:

@@ -108,40 +108,21 @@ def cut_back(directory: Path, step: int) -> int:
     return int(rows[-1]["num_tokens"]) if rows else 0
 
 
-class EvaluationResults:
-    """Evaluation results of a run by name ("before", "after"), in evaluation.json.
-
-    Raises CheckpointError for a file that holds something else.
+def read_evaluations(directory: Path) -> dict[str, Evaluation]:
+    """Evaluation results of a run by name ("before", "after"), from evaluation.json. Raises CheckpointError for a file
+    that holds something else.
     """
+    path, found = directory / EVALUATION_FILE, {}
+    try:
+        for name, fields in (read_json(path) if path.exists() else {}).items():
+            found[name] = Evaluation.from_json(fields)
+    except (AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: {name!r} is not the result of an evaluation ({error}); delete the file to evaluate anew"
+        ) from error
+    return found
 
-    def __init__(self, directory: Path):
-        self._path = directory / EVALUATION_FILE
-        self._values: dict[str, Evaluation] = {}
-        try:
-            for name, fields in (read_json(self._path) if self._path.exists() else {}).items():
-                self._values[name] = Evaluation.from_json(fields)
-        except (AttributeError, TypeError) as error:
-            raise CheckpointError(
-                f"{self._path}: {name!r} is not the result of an evaluation ({error}); delete the file to evaluate anew"
-            ) from error
 
-    def get(self, name: str) -> Evaluation | None:
-        """The result, or None if there is none yet."""
-        return self._values.get(name)
-
-    def all(self) -> dict[str, Evaluation]:
-        """All results by name, oldest first."""
-        return dict(self._values)
-
-    def put(self, name: str, result: Evaluation) -> None:
-        """Store a result."""
-        self._values[name] = result
-        self._write()
-
-    def drop(self, name: str) -> None:
-        """Forget a result, if it is there."""
-        if self._values.pop(name, None) is not None:
-            self._write()
-
-    def _write(self) -> None:
-        write_json(self._path, {name: dataclasses.asdict(value) for name, value in self._values.items()})
+def write_evaluations(directory: Path, results: Mapping[str, Evaluation]) -> None:
+    """The inverse of `read_evaluations`."""
+    write_json(directory / EVALUATION_FILE, {name: dataclasses.asdict(value) for name, value in results.items()})

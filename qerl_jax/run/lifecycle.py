@@ -29,7 +29,7 @@ from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.evaluation.grading import grader_of
 from qerl_jax.reporting import health
 from qerl_jax.reporting.console import say
-from qerl_jax.reporting.metrics import cut_back
+from qerl_jax.reporting.metrics import cut_back, write_evaluations
 from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
@@ -70,8 +70,9 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     if checkpoints is None and step:
         state = Checkpointer(directory, keep=None, inputs=inputs).restore(state, step)
     recorder = Recorder(run, checkpoints, step, tokens)
-    if recorder.evaluations and step < config.num_rollouts:  # of a run that was finished and now goes on
-        recorder.evaluations.drop("after")
+    if checkpoints and step < config.num_rollouts:  # of a run that was finished and now goes on
+        if recorder.evaluations.pop("after", None):
+            write_evaluations(directory, recorder.evaluations)
         (directory / REPORT_FILE).unlink(missing_ok=True)
     parameters = run.policy.config.parameter_count() / 1e6
     say(console, f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}")
@@ -144,7 +145,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     write_plots(directory, rows)
     reason = "" if is_done else signal.Signals(recorder.stopped).name
     seconds = recorder.phases.totals | Counter(compiling=run.programs.waited if run.programs else 0)
-    ending = Ending(last, reason, recorder.evaluations.all(), seconds, run.given)
+    ending = Ending(last, reason, recorder.evaluations, seconds, run.given)
     write_report(directory, config, rows, ending)
     if reason:
         say(console, f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with")
@@ -160,7 +161,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     }
     if health.refuse_untrained(rows, config):
         files["adapter, which no step trained"] = files.pop("adapter")
-    summary = [(name, result.describe()) for name, result in recorder.evaluations.all().items()]
+    summary = [(name, result.describe()) for name, result in recorder.evaluations.items()]
     summary_table(console, summary, str(directory), list(files.items()))
 
 
@@ -175,7 +176,7 @@ def export_trained(policy: Policy, state: TrainState, directory: Path) -> None:
 
 def _lacks(run: Run, recorder: Recorder, name: str) -> bool:
     """Whether an evaluation is still to be done, as the first replica knows."""
-    is_missing = recorder.evaluations is not None and recorder.evaluations.get(name) is None
+    is_missing = recorder.evaluations is not None and name not in recorder.evaluations
     return bool(run.eval_problems) and run.replicas.broadcast(is_missing)
 
 
@@ -189,8 +190,9 @@ def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> Non
         run.programs.submit(rehearse_evaluation, run.config, policy, run.plan, own, longest)
     with recorder.phases("evaluation"), interrupting():
         result = evaluate_state(run, state)
-        if recorder.evaluations:
-            recorder.evaluations.put(name, result)
+        if recorder.evaluations is not None:
+            recorder.evaluations[name] = result
+            write_evaluations(run.directory, recorder.evaluations)
     recorder.curves.log(int(state.step), result.metrics())
 
 

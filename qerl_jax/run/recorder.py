@@ -16,7 +16,7 @@ from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.reporting import health
 from qerl_jax.reporting.console import say
-from qerl_jax.reporting.metrics import EvaluationResults, MetricsFile, write_completions
+from qerl_jax.reporting.metrics import MetricsFile, read_evaluations, write_completions
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.progress import TrainingProgress
 from qerl_jax.reporting.sinks import Sinks
@@ -50,7 +50,7 @@ class Recorder:
     Attributes:
       checkpoints: as given.
       metrics: of every step; None like `checkpoints`.
-      evaluations: results before and after training; None like `checkpoints`.
+      evaluations: results before and after training, by these words; None like `checkpoints`.
       phases: times of rollout, grading, update, checkpoint and evaluation.
       curves: TensorBoard and Weights & Biases.
       stopped: number of the signal that ended the run, 0 for none.
@@ -64,7 +64,7 @@ class Recorder:
         self._verdict = verdict_reward(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
         self.metrics = MetricsFile(run.directory) if checkpoints else None
-        self.evaluations = EvaluationResults(run.directory) if checkpoints else None
+        self.evaluations = read_evaluations(run.directory) if checkpoints else None
         self.phases = Phases(run.clock)
         config = run.config if checkpoints else dataclasses.replace(run.config, report_to=())
         self.curves = Sinks(config, run.directory, step, run.console)

@@ -22,7 +22,7 @@ from qerl_jax.evaluation.grading import CORRECT, NO_GOLD, WRONG
 from qerl_jax.evaluation.statistics import Estimate
 from qerl_jax.evaluation.summary import Item, summarize
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.reporting.metrics import EvaluationResults
+from qerl_jax.reporting.metrics import read_evaluations, write_evaluations
 from qerl_jax.rewards.outcomes import Crashed, TimedOut, Unparsed
 from qerl_jax.types import Engine, FinishReason, Policy, Rollout, Sampling
 
@@ -30,8 +30,8 @@ from qerl_jax.types import Engine, FinishReason, Policy, Rollout, Sampling
 def test_results_survive_the_process(tmp_path):
     estimates = {"pass@1": Estimate(0.5, 0.4, 0.6)}
     result = Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 1, ungraded=(3, 4), estimates=estimates)
-    EvaluationResults(tmp_path).put("before", result)
-    assert EvaluationResults(tmp_path).get("before") == result and EvaluationResults(tmp_path).get("after") is None
+    write_evaluations(tmp_path, {"before": result})
+    assert read_evaluations(tmp_path) == {"before": result}
     assert hash(result) == hash(dataclasses.replace(result, estimates={}))
     result = dataclasses.replace(result, ungraded=(), maj_at_k=0.5)
     assert set(result.metrics()) == {

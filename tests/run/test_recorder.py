@@ -26,7 +26,7 @@ from qerl_jax.data.stream import ProblemStream
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.parallel import Replicas
 from qerl_jax.reporting.console import RunConsole
-from qerl_jax.reporting.metrics import MetricsFile, read_metrics
+from qerl_jax.reporting.metrics import MetricsFile, read_metrics, write_evaluations
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
@@ -87,8 +87,7 @@ def test_a_run_goes_on_or_begins_anew(running, capsys):
     run, recorder, state = running
     directory, result = run.directory, Evaluation(0.5, 0.4, 0.6, 0.9, 1.0, 0.0, 12.5, 200, 1)
     recorder.checkpoints.save(after(state, 2))
-    for name in ("before", "after"):
-        recorder.evaluations.put(name, result)
+    write_evaluations(directory, {"before": result, "after": result})
     for name in ("notes", "report.md"):
         (directory / name).touch()
     start = state.replace(step=jnp.int32(0))
@@ -103,14 +102,14 @@ def test_a_run_goes_on_or_begins_anew(running, capsys):
         begun()
     there, found, said = begun(resume="auto", max_steps=60)
     assert int(found.step) == 2 and (there._first, there._tokens) == (2, 2)
-    assert [row["step"] for row in there.metrics.rows] == [1, 2] and there.evaluations.all() == {"before": result}
+    assert [row["step"] for row in there.metrics.rows] == [1, 2] and there.evaluations == {"before": result}
     assert not (directory / "report.md").exists()  # it is that of the shorter run
     parameters = run.policy.config.parameter_count() / 1e6
     assert f"{run.config.model}: {parameters:,.1f} M parameters, 0 problems, into {directory}\n" in said
     assert said.endswith("step 3 waits until its programs are compiled …\n") and "num_stages" not in said
     there, found, said = begun(overwrite=True)
     assert int(found.step) == 0 and (there._first, there._tokens) == (0, 0)
-    assert (there.metrics.rows, there.evaluations.all(), latest_step(directory)) == ([], {}, None)
+    assert (there.metrics.rows, there.evaluations, latest_step(directory)) == ([], {}, None)
     assert "50 updates are no more than num_stages 70" in said
     assert {path.name for path in directory.iterdir()} >= {"notes"} and "resuming" not in said
 
