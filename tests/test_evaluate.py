@@ -55,7 +55,7 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
         (["--max-completion-length", "0"], "max_completion_length must be at least 1, got 0"),
         (["--output", "."], "output . is a directory: name a file"),
         (["--records", "."], "records . is a directory: name a file"),
-        (["--output", "a.jsonl", "--records", "./a.jsonl"], "output and records are the same file, a.jsonl"),
+        (["--output", "a.jsonl", "--records", "tests/../a.jsonl"], "output and records are the same file, a.jsonl"),
         (["--problems-at-once", "0"], "problems_at_once must be at least 1, got 0"),
         (
             ["--backend", "vllm", "--dtype", "bfloat16", "--matmul-kernel", "xla"],
@@ -157,16 +157,17 @@ def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):
 
     def generate(policy, prompts, sampling, key, engine):
         wanted = keys.for_step(5, keys.Purpose.EVALUATE, 0)
-        assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(wanted)) and engine.prompts == 3
+        assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(wanted))
         assert sampling == Sampling(4, temperature=0.5, top_p=0.9, num_generations=12)
-        raise ValueError(f"sampling {len(prompts.ids)} prompts, {engine.slots} completions at a time")
+        raise ValueError(f"{len(prompts.ids)} prompts in programs for {engine.prompts}, {engine.slots} at a time")
 
     flags = ["--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]
     flags += ["--seed", "5", "--num-generations", "12", "--temperature", "0.5", "--top-p", "0.9"]
-    assert main(["tiny", *flags], generate) == 2
-    printed = capsys.readouterr()
-    assert "left out 1 of 5 records" in printed.out
-    assert printed.err == "error: sampling 3 prompts, 4 completions at a time\n"
+    for more, at_once in (([], 3), (["--problems-at-once", "9"], 4)):  # there are four
+        assert main(["tiny", *flags, *more], generate) == 2
+        printed = capsys.readouterr()
+        assert "left out 1 of 5 records" in printed.out
+        assert printed.err == f"error: {at_once} prompts in programs for {at_once}, 4 at a time\n"
 
 
 def test_programs_are_kept_lowered(tmp_path, capsys):

@@ -179,7 +179,9 @@ def test_the_programs_of_an_evaluation_are_known_from_the_config(tmp_path):
     small.bf16(tmp_path / "model")
     config = config_of(tmp_path)
     found = signatures(rehearse_evaluation_of_run, config, None, 5, 9)
-    assert found == signatures(rehearse_evaluation, config, committed(prepare.load(config)), None, 5, 9) != set()
+    policy, other = committed(prepare.load(config)), config_of(tmp_path, "--top-k", "5", "--num-generations", "2")
+    assert found == signatures(rehearse_evaluation, config, policy, None, 5, 9) != set()
+    assert found == signatures(rehearse_evaluation, other, policy, None, 5, 9)  # it has its own sampling
 
 
 def test_another_learning_rate_length_temperature_or_clip_norm_finds_its_programs(tmp_path):

@@ -242,10 +242,12 @@ def test_what_is_written_of_a_step(step):
     recorder.curves = types.SimpleNamespace(log=lambda *arguments: curves.append(arguments))
     with recorder:
         recorder.phases._untaken.update({"rollout": 2.0, "grading": 0.5, "update": 1.5})
-        metrics = recorder.record(state, experience, batch, update | {"skipped": jnp.float32(0)}, sigma)
+        metrics = recorder.record(state, experience, batch, update | {"skipped": jnp.float32(2)}, sigma)
     [row] = read_metrics(step.run.directory)
     assert curves == [(STEP + 1, metrics)] and row == pytest.approx(metrics | {"step": STEP + 1})
     assert "accuracy" not in row and row["step_time"] == 4.0
+    dumped = np.load(step.run.directory / "nonfinite" / f"step_{STEP + 1:06d}.npz")  # of two updates that were skipped
+    np.testing.assert_array_equal(dumped["advantages"], batch.advantages)
 
 
 def test_the_end_of_a_run(step, tmp_path):

@@ -81,8 +81,8 @@ def test_few_sequences_lie_beside_a_long_segment():
 
 
 def test_kinds_of_micro_batches():
-    shape = PackShape(40, 2, 8, 11, 2, 9, short=4, suffixes_beside_long=3)
-    few, many = PackShape(40, 2, 3, 11, 2, 9), PackShape(40, 2, 8, 6, 2, 4)
+    shape = PackShape(40, 2, 8, 10, 2, 9, short=4, suffixes_beside_long=3)
+    few, many = PackShape(40, 2, 3, 10, 2, 9), PackShape(40, 2, 8, 6, 2, 4)
     assert [shape.holding(n) for n in (1, 4, 5, 9)] == [many, many, few, few]
     assert set(shape.kinds()) == {few, many} and [shape.most_suffixes(n) for n in (4, 5)] == [8, 3]
     assert few.holding(1) == few.holding(9) == few and few.kinds() == [few] and few.most_suffixes(9) == 3

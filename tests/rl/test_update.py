@@ -212,6 +212,7 @@ def test_what_config_policy_and_batch_disagree_on_is_an_error_with_both_values(m
     adapters = [
         ({"lora_rank": 8}, "rank 2, the config has lora_rank 8"),
         ({"lora_alpha": 6.0}, r"scale 1, .* give 3$"),
+        ({"use_rslora": True}, r"scale 1, .* give 1\.41421$"),
         ({"lora_target_modules": ("q_proj",)}, r"'v_proj'\], the config's lora_target_modules are \['q_proj'\]"),
     ]
     for changes, words in adapters:

@@ -81,7 +81,7 @@ def test_a_gpu_is_told_its_kernels_and_whose_configs_they_have():
     assert note("9.0", 132).endswith("configs timed on an H200")
     assert "never measured here" in note("9.0", 114)
     assert "prefill, decode of up to 128 sequences and the update's forward pass" in note("10.3", 148)
-    ada = note("8.9", 128)
+    ada = note("8.9", 132)  # as many SMs as an H200
     assert "update by dequantization" in ada and ada.endswith("python -m qerl_jax.tune MODEL times them")
     tuned = dataclasses.replace(gpu_of("GPU A", 89, 128), own_table="table.json")
     assert _tier_note(tuned).endswith("; configs of table.json")

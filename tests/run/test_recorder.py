@@ -321,13 +321,13 @@ def row(step: int, **changes: float) -> dict[str, float]:
 
 @pytest.mark.parametrize("before", [0.0, 0.5])
 def test_a_resumed_run_whose_steps_trained_nothing_ends_with_an_error(running, capsys, before):
-    """Steps 1 and 2 ran before the resume, with this gradient norm; step 4 is the last. No state that trained nothing
-    is saved, and nobody told to resume from it."""
+    """Steps 1 and 2 ran before the resume, with this gradient norm; step 4 is the last, of two updates each. No state
+    that trained nothing is saved, and nobody told to resume from it."""
     run, _, state = running
     (run.directory / "metrics.jsonl").unlink()
     for step in (1, 2):
         MetricsFile(run.directory).append(step, row(step, grad_norm=before, frac_reward_zero_std=1.0))
-    run = dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=4))
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=8, num_iterations=2))
     recorder = recorder_of(run, Checkpointer(run.directory, 1, {"model": "abc"}))
     ends = contextlib.nullcontext() if before else pytest.raises(ValueError, match="none of 4 steps trained anything")
     with ends, recorder:
