@@ -174,6 +174,10 @@ def test_key_value_heads_of_a_config_without_them_are_those_of_transformers():
         ({"eos_token_id": 64}, ("eos_token_id", "64", "vocab_size 64")),
         ({"eos_token_id": [1, "2"]}, ("eos_token_id", "'2'")),
         ({"pad_token_id": -1}, ("pad_token_id", "-1")),
+        ({"model_type": "llama", "attention_bias": True}, ("attention_bias", "True")),
+        ({"model_type": "llama", "mlp_bias": True}, ("mlp_bias", "True")),
+        ({"rope_scaling": {**LLAMA3, "factor": -1}}, ("rope_scaling.factor", "-1")),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ("low_freq_factor 1", "high_freq_factor 1")),
     ],
 )
 def test_refusals_name_file_key_and_value(tmp_path, changes, named):

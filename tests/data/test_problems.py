@@ -304,17 +304,6 @@ def test_gold_answers():
             read(text)
 
 
-def test_bundled_problems():
-    train, test = load_dataset("arithmetic", "train").problems, load_dataset("arithmetic", "test").problems
-    assert (len(train), len(test)) == (4_000, 1_000)
-    assert not {p.prompt for p in train} & {p.prompt for p in test}
-    assert all(p.answer.lstrip("-").isdigit() for p in test)
-    with pytest.raises(DataError, match="has no file of the split 'dev'"):
-        load_dataset("arithmetic", "dev")
-    with pytest.raises(DataError, match="has no column 'level'"):
-        load_dataset("arithmetic", "train", reward_columns=["level"])
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_large_files_are_not_held_in_memory(tmp_path, suffix):
     """20 MB of a column that nobody asked for: the peak stays under a tenth of it."""

@@ -1,19 +1,15 @@
 """Qwen2, Qwen3 and Llama 3 against transformers: logits, rollouts, updates and what noise reaches."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fp32_policy, logits_of, logprobs_of, randomized
+from helpers import assert_trees_equal, fp32_policy, logits_of, logprobs_of, randomized
 from oracles import torch_qwen2
 from updates import make_batch, make_config
 
 from qerl_jax import Sampling, aqn, generate, grpo_step, init_state, keys, token_logprobs
-from qerl_jax.checkpoint.hf_config import model_config, parse_config
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
-from qerl_jax.checkpoint.safetensors import CheckpointError
 
 SHAPES = {
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
@@ -94,32 +90,5 @@ def test_noise_reaches_the_two_layer_norms_and_not_those_of_heads(tmp_path):
 def test_a_quantized_checkpoint_is_what_loading_quantizes(tmp_path, kind, shape):
     torch_qwen2.make(tmp_path / "model", seed=5, kind=kind, **{**shape, "head_dim": 16})
     quantize_checkpoint(tmp_path / "model", tmp_path / "stored")
-    tokens = np.random.default_rng(0).integers(0, 64, (1, 12))
-    stored, loaded = (
-        logits_of(fp32_policy(tmp_path / folder, weight_format=chosen), tokens)
-        for folder, chosen in (("stored", None), ("model", "nvfp4"))
-    )
-    np.testing.assert_array_equal(stored, loaded)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"attention_bias": True}, ("attention_bias", "True")),
-        ({"mlp_bias": True}, ("mlp_bias", "True")),
-        ({"model_type": "mistral"}, ("model_type", "mistral", "llama")),
-        ({"rope_parameters": {**torch_qwen2.LLAMA_ROPE, "rope_type": "yarn"}}, ("rope_parameters", "yarn", "llama3")),
-        ({"rope_parameters": {**torch_qwen2.LLAMA_ROPE, "factor": -1}}, ("rope_parameters.factor", "-1")),
-        (
-            {"rope_parameters": {**torch_qwen2.LLAMA_ROPE, "high_freq_factor": 1.0}},
-            ("low_freq_factor 1", "high_freq_factor 1"),
-        ),
-    ],
-)
-def test_what_is_not_supported_is_named(tmp_path, change, words):
-    torch_qwen2.make(tmp_path, seed=6, kind="Llama")
-    config = json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(CheckpointError) as refused:
-        parse_config({**config, **change}, {}, "config.json")
-    assert all(word in str(refused.value) for word in words), refused.value
-    assert model_config(tmp_path).qkv_bias is False
+    loaded = fp32_policy(tmp_path / "model", weight_format="nvfp4")
+    assert_trees_equal(fp32_policy(tmp_path / "stored").frozen, loaded.frozen)
