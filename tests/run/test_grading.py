@@ -52,7 +52,7 @@ def test_columns_of_each_row_are_those_of_its_prompt():
     assert reward_rows(dataclasses.replace(config, answer_column=""), problems, [0], ["x"], [1])[0][2] == []
 
 
-@pytest.mark.parametrize("replicas", [Replicas(), Replicas(1, 2)])
+@pytest.mark.parametrize("replicas", [pytest.param(Replicas(), marks=pytest.mark.nightly), Replicas(1, 2)])
 def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
     """A group whose grading hangs, one whose worker dies, a failed row, one without a token, messages, a column that
     one prompt lacks, and a function that sees the whole batch. The last group is not announced, the order is another;
@@ -81,7 +81,7 @@ def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
     policy = Policy({}, {}, {}, SimpleNamespace(eos_token_ids=(EOS,)), None, tokenizer=tokenizer)
     rollout = rolled_out([problems[p] for p in own], own, groups)
     stream, found = ProblemStream((problems,), None, 0), []
-    with load_rewards(names, 2, 0.5) as rewards:
+    with load_rewards(names, 2, 1.0) as rewards:
         rewards["batch"] = batch
         run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [], replicas=replicas)
         for announced in ({}, dict(enumerate(groups[::-1])), {0: [[3, 3, 3], [3, EOS]]}):
