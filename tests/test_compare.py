@@ -2,6 +2,7 @@
 and bad input.
 """
 
+import dataclasses
 import importlib.util
 import math
 import re
@@ -21,6 +22,7 @@ from qerl_jax import compare
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint import torch_reference
 from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.torch_reference import Outputs
@@ -112,10 +114,10 @@ def test_an_adapter_with_trained_norms(tmp_path, capsys):
     """It agrees, and a norm or a LoRA B that only one side has does not."""
     model = bf16_model(tmp_path)
     adapter = adapter_of(model)
-    command = [str(model), "--adapter", str(adapter)]
+    command = [str(model), "--adapter", str(adapter), "--weight-format", "bf16"]
     assert main(command) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
-    assert "float32, 4 prompts" in said and ", adapter by peft " in said
+    assert "float32, 4 prompts" in said and ", adapter by peft " in said and "our loader" not in said
     names = ("input_layernorm.weight", "self_attn.v_proj.lora_B.weight")
 
     def shift(array: np.ndarray) -> None:
@@ -177,12 +179,23 @@ def test_deviations_by_hand():
 
 
 def test_bounds_by_hand(tiny_dir):
-    """Three layers; F = 352 is the longest sum of short prompts, T = 1024 that of long ones."""
+    """Three layers; F = 352 is the longest sum of short prompts, T = 1024 that of long ones; elsewhere N H, or D."""
     config = model_config(tiny_dir)
     assert config.num_layers == 3 and config.intermediate_size == 352
-    for length, root in ((8, math.sqrt(352)), (1024, 32)):
-        layers = [4 * (1 + root) * 2**-24 * math.sqrt(13 * layer) for layer in range(5)]
-        assert rounding_bounds(config, length) == pytest.approx([*layers, 2 * layers[-1]])
+    wide_heads, wide_states = (dataclasses.replace(config, **own) for own in ({"head_dim": 128}, {"hidden_size": 400}))
+    for model, length, widest in ((config, 8, 352), (config, 1024, 1024), (wide_heads, 8, 512), (wide_states, 8, 400)):
+        layers = [4 * (1 + math.sqrt(widest)) * 2**-24 * math.sqrt(13 * layer) for layer in range(5)]
+        assert rounding_bounds(model, length) == pytest.approx([*layers, 2 * layers[-1]])
+
+
+def test_prompts_are_no_longer_than_the_positions(tiny_dir):
+    """With a tokenizer and without one."""
+    for path, most in ((tiny_dir, 32), (model_path("tiny"), None)):
+        config = model_config(path)
+        lengths = {len(prompt) for prompt in prompts_of(path, config)}
+        assert len(lengths) == 1 and lengths <= set(range(8, 33)) and most in (None, *lengths)
+        few = dataclasses.replace(config, max_position_embeddings=7)
+        assert [len(prompt) for prompt in prompts_of(path, few)] == [7] * 4
 
 
 @pytest.mark.parametrize(

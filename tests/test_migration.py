@@ -357,6 +357,13 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             "# - datasets 'a/b': name a file as dataset, which datasets.load_dataset(…).to_json(FILE) writes, or give "
             "records to train(train_dataset=…)\n# - fraction 2 of datasets: see dataset_weights\n",
         ),
+        (
+            "datasets:\n- {path: json, data_files: {train: a.jsonl, test: b.jsonl}, split: test, name: null}",
+            {"dataset": ("gsm8k",)},
+            "Left out:\n# - datasets 'b.jsonl': no such file: name a file as dataset, which "
+            "datasets.load_dataset(…).to_json(FILE) writes, or give records to train(train_dataset=…)\n"
+            "# - split 'test' of datasets: no field has its meaning\n",
+        ),
     ],
 )
 def test_settings_of_trl(text, fields, told, tmp_path):

@@ -170,8 +170,9 @@ def test_norms_that_are_named_and_missing_are_refused(micro_dir, exported):
     with pytest.raises(CheckpointError, match=f"tensor '{re.escape(gone)}' is missing"):
         load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)
     st.save(exported / "adapter_model.safetensors", {name: tensors[name] for name in tensors if "lora" in name})
-    path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": None}))
-    load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": None, "lora_dropout": 0.1}))
+    policy = load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)
+    assert policy.lora_config.dropout == 0.1  # which a run refuses
 
 
 @pytest.mark.parametrize(

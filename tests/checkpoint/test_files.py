@@ -32,6 +32,9 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real" / "file")
     write_text(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "file").read_text() == "new"
+    (tmp_path / "nowhere").symlink_to(tmp_path / "link" / "file")
+    with pytest.raises(OSError, match=r"the directory of output .*real/file cannot be written: .* is not a directory"):
+        check_file_writable(tmp_path / "nowhere", "output")
 
 
 def test_nothing_is_written_through_a_link_in_the_place_of_a_temporary_file(tmp_path):

@@ -375,11 +375,17 @@ def test_many_rows_on_data_center_blackwell(calls):
     batch = compiled(jax.vmap(product, (0, None)), jnp.stack([few] * 30), pairs)
     assert calls[-1] == ("tcgen05", 150, 10.0)
     all_near(batch, [compiled(functools.partial(product, implementation="xla"), few, pairs)] * 30)
+
+
+def test_where_many_rows_are_multiplied_by_tcgen05():
     chosen = [
-        tuning.config_for(256, n, 512, gpu=gpu_of("GPU A", arch, 148), **more)
-        for arch, n, more in [(103, 512, {}), (100, 448, {}), (100, 512, {"batch_invariant": True}), (120, 512, {})]
+        tuning.config_for(256, n, k, gpu=gpu_of("GPU A", arch, 148), **more)
+        for arch, n, k, more in [
+            *[(103, 512, 512, {}), (100, 512, 448, {}), (100, 448, 512, {}), (120, 512, 512, {})],
+            *[(100, 512, 512, more) for more in ({"batch_invariant": True}, {"adapters": [(32, 512)]})],
+        ]
     ]
-    assert chosen == [Tcgen05Config(), None, None, None]
+    assert chosen == [Tcgen05Config()] + [None] * 5
 
 
 @pytest.mark.parametrize(("how", "batch"), [("vmap", 3), ("scan", 3), ("remat", 3), ("inner", 12)])

@@ -35,7 +35,7 @@ def length(*, completions, **_):
 """
 
 
-@pytest.mark.parametrize(("devices", "gpus", "count"), [("all", 8, 4), ("all", 3, 1), ("all", 0, 1), ("2", 0, 2)])
+@pytest.mark.parametrize(("devices", "gpus", "count"), [("all", 8, 4), ("all", 3, 1), ("all", 0, 1), ("3", 0, 3)])
 def test_processes_with_two_devices_each(devices, gpus, count):
     assert launch.count_of(devices, gpus, 2) == count
 
@@ -250,6 +250,7 @@ CHILD = """
 import os, pathlib, signal, sys, time
 index, here = int(sys.argv[-1]), pathlib.Path(__file__).parent
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7))
 print("ready", index, flush=True)
 (here / f"ready{index}").touch()
@@ -273,11 +274,16 @@ DIES = "os.kill(os.getpid(), 9) if index == 1 else time.sleep(60)"
             "process 2 of 3 did not end within 0 s and is killed\n",
         ),
         ("os.kill(os.getppid(), signal.SIGTERM) if index == 0 else None\ntime.sleep(60)", 30, 130, ""),
+        ("os.kill(os.getppid(), signal.SIGHUP) if index == 0 else None\ntime.sleep(9)", 30, 129, ""),
     ],
 )
 def test_processes_end_together(body, grace, code, said, tmp_path, capfd):
     (tmp_path / "child.py").write_text(CHILD + body)
-    assert launch.launch([str(tmp_path / "child.py")], 3, grace) == code
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        assert launch.launch([str(tmp_path / "child.py")], 3, grace) == code
+    finally:
+        signal.signal(signal.SIGHUP, before)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("ready 0\n", said)  # the others' standard output is dropped
 
