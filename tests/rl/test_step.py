@@ -98,7 +98,6 @@ def parameters(state: TrainState, config: Config) -> dict:
 
 
 ORACLE = {
-    "plain-bnpo": {"loss_type": "bnpo"},
     "everything-dapo": {
         "num_iterations": 3,
         "tokens_per_micro_batch": 128,

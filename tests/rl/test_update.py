@@ -140,17 +140,11 @@ def test_the_reference_can_be_asked_for_without_a_penalty(micro):
     assert "kl" not in metrics
 
 
-OPTIMIZERS = {
-    "clip by the global norm": optax.chain(optax.clip_by_global_norm(0.01), optax.lion(1e-2)),
-    "one scale for the tree": optax.chain(optax.scale_by_adam(), optax.normalize_by_update_norm(), optax.scale(-0.1)),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_of_ones_own_is_plain_optax_on_the_whole_tree(micro, name):
+def test_an_optimizer_of_ones_own_is_plain_optax_on_the_whole_tree(micro):
     """Two steps with statistics of all layers together; the gradients are differences of steps of plain descent."""
     config = several(train_norms=True)
-    batch, optimizer = awkward_batch(), OPTIMIZERS[name]
+    optimizer = optax.chain(optax.scale_by_adam(), optax.normalize_by_update_norm(), optax.scale(-0.1))
+    batch = awkward_batch()
     state = init_state(micro, config, optimizer)
     params = {"lora": micro.lora, "norms": micro.norms}
 
@@ -267,9 +261,9 @@ def test_a_policy_that_always_says_the_same_is_trained_on():
         checked(certain.replace(advantages=some), config)
 
 
-@pytest.mark.parametrize(("tokens", "gigabytes"), [(None, None), (1, None), (128, 0.00053), (128, 1e-9)])
+@pytest.mark.parametrize(("tokens", "gigabytes"), [(1, None), (128, 0.00053)])
 def test_any_budget_gives_the_same_update(micro, tokens, gigabytes):
-    """All at once, budgets below one row, and memory for gate and up of one layer or of none, and for no layer."""
+    """Below one row, and memory for gate and up of one layer. All at once, and memory for no layer: `test_step.py`."""
     batch, usual = awkward_batch(), several(importance_sampling_cap=2.0)
     other = dataclasses.replace(usual, tokens_per_micro_batch=tokens, update_memory_gb=gigabytes)
     found, wanted = (grpo_step(descent(micro, config), micro.frozen, batch) for config in (other, usual))
