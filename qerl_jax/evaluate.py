@@ -30,11 +30,11 @@ from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError, flags
-from qerl_jax.data.prompts import EncodedProblem, load_encoded
+from qerl_jax.data.prompts import EncodedProblem, freeze_date, load_encoded
 from qerl_jax.evaluation import Evaluation, sampled_items, summarize
 from qerl_jax.evaluation.grading import grader_of
 from qerl_jax.evaluation.harness import Generate
-from qerl_jax.evaluation.records import open_records
+from qerl_jax.evaluation.records import kept_settings, open_records
 from qerl_jax.lowered import LoweredPrograms
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.lora import LoraConfig
@@ -44,7 +44,7 @@ from qerl_jax.rollout.engine import check_positions, generate
 from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import free_device_bytes, kernels_note, make_deterministic, use_device_memory
-from qerl_jax.run.fingerprints import model_fingerprint, problems_fingerprint
+from qerl_jax.run.fingerprints import PROMPTS_DATE, evaluation_date, model_fingerprint, problems_fingerprint
 from qerl_jax.run.memory import evaluation_fits
 from qerl_jax.types import Prompts, Rollout
 
@@ -189,6 +189,10 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
         f"weights in {loaded_format(directory, config.weight_format).upper()}, computed in {config.dtype}", flush=True
     )
     tokenizer = load_tokenizer(directory, model.vocab_size)
+    kept = kept_settings(Path(arguments.records)).get(PROMPTS_DATE) if arguments.records else None
+    date = replicas.broadcast(evaluation_date(kept, config.adapter and Path(config.adapter)))
+    if is_dated := freeze_date(tokenizer, date):
+        print(f"the chat template writes the date {date}", flush=True)
     print(f"reading and tokenizing {arguments.dataset} …", flush=True)
     problems, _, notes = load_encoded(
         arguments.dataset,
@@ -209,6 +213,7 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
         records = None
         if arguments.records is not None and replicas.is_first:
             settings = _settings(arguments, directory, problems, at_once)
+            settings |= {PROMPTS_DATE: str(date)} if is_dated else {}
             ids = [item.problem.id for item in problems]
             opened = open_records(Path(arguments.records), settings, ids, at_once, config.eval_num_generations)
             records = stack.enter_context(opened)

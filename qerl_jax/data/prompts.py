@@ -169,17 +169,18 @@ def apply_template(tokenizer: Any, turns: list[list[dict[str, str]]], add_genera
     return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
 
 
-def freeze_date(tokenizer: Any, date: datetime.date) -> None:
+def freeze_date(tokenizer: Any, date: datetime.date) -> bool:
     """Have the tokenizer's chat template write this date where it writes that of today by `strftime_now(FORMAT)`, as
-    Llama 3.2's does: a macro of the template's own goes before the function of that name.
+    Llama 3.2's does: a macro of the template's own goes before the function of that name. Returns whether it does.
     """
     template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, str) and "strftime_now" in template:
+    if is_dated := isinstance(template, str) and "strftime_now" in template:
         written = "".join(f".replace({directive!r}, {date.strftime(directive)!r})" for directive in _DIRECTIVES)
         tokenizer.chat_template = (
             "{%- macro strftime_now(format) -%}{%- for part in format.split('%%') -%}"
             "{{ '' if loop.first else '%' }}{{ part" + written + " }}{%- endfor -%}{%- endmacro +%}" + template
         )
+    return is_dated
 
 
 Conversation = Sequence[tuple[str, str]]

@@ -85,14 +85,25 @@ def open_records(
         yield Records(path, file, items[:kept])
 
 
-def _compare(path: Path, first: bytes, ours: dict[str, Any]) -> None:
-    """Raise RecordsError unless the first line is a header with our settings."""
+def kept_settings(path: Path) -> dict[str, Any]:
+    """Settings of the records in a file; none where it has no header."""
+    if path.is_file():
+        with path.open("rb") as file, contextlib.suppress(RecordsError):
+            return _settings(path, file.readline())
+    return {}
+
+
+def _settings(path: Path, first: bytes) -> dict[str, Any]:
+    """Those of a first line. Raises RecordsError for one that is no header."""
     try:
-        theirs = json.loads(first)
-        found = dict(theirs["settings"])
+        return dict(json.loads(first)["settings"])
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise RecordsError(f"records {path} holds something else than records of an evaluation") from error
-    wanted = ours["settings"]
+
+
+def _compare(path: Path, first: bytes, ours: dict[str, Any]) -> None:
+    """Raise RecordsError unless the first line is a header with our settings."""
+    found, wanted = _settings(path, first), ours["settings"]
     for name in (*wanted, *found):
         if found.get(name) != wanted.get(name):
             raise RecordsError(

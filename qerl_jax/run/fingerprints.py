@@ -52,6 +52,15 @@ def prompts_date(config: Config) -> datetime.date:
     return datetime.date.fromisoformat(saved) if saved else datetime.date.today()
 
 
+def evaluation_date(kept: Any, adapter: Path | None) -> datetime.date:
+    """The date in prompts of an evaluation: the one `kept` with its records, that of its adapter's run, or today."""
+    found = kept or (adapter and saved_input(adapter.absolute().parent, PROMPTS_DATE))
+    try:
+        return datetime.date.fromisoformat(found or "")
+    except (ValueError, TypeError):  # none, or no date: records with such settings are refused
+        return datetime.date.today()
+
+
 def function_fingerprint(function: Any) -> str:
     """Fingerprint of a function's source, or of its name, where Python has no source; of nothing for None."""
     text = ""

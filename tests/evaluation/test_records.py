@@ -13,13 +13,16 @@ import small
 from replicas import on_replicas
 
 from qerl_jax import generate
+from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.command import STOPPED
 from qerl_jax.data.problems import Problem, load_dataset
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.evaluate import _settings, main, parse, run
 from qerl_jax.evaluation.records import RecordsError, open_records
 from qerl_jax.evaluation.summary import Item
+from qerl_jax.models.lora import LoraConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SETTINGS = {"temperature": 0.6, "dataset": "arithmetic", "samples": None}
@@ -105,6 +108,30 @@ def test_records_know_the_files_behind_the_flags(tmp_path):
     weights[-1] ^= 1
     (adapter / "adapter_model.safetensors").write_bytes(weights)
     assert changed(first, settings(items)) == {"adapter_files"}
+
+
+def test_a_date_in_prompts_is_that_of_the_adapters_run_and_then_of_the_records(tmp_path, capsys):
+    """Llama 3.2's template writes the current one, with which the records of yesterday would be refused today."""
+    model, run = small.bf16(tmp_path / "model", shards=1), tmp_path / "run"
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ strftime_now('%d %b %Y') }}")
+    export_adapter(load_policy(model, lora=LoraConfig(1)), run / "adapter")
+    (run / "checkpoints/3").mkdir(parents=True)
+    small.write_json(run / "checkpoints/3/manifest.json", {"inputs": {"date in prompts": "2024-07-06"}})
+
+    def prompt(*flags: str) -> str:
+        def generate(policy, prompts, *_):
+            raise ValueError(policy.tokenizer.decode(prompts.tokens[0]))
+
+        words = [str(model), "--adapter", str(run / "adapter"), *FLAGS, *flags]
+        assert main(words, generate) == 2
+        return capsys.readouterr().err
+
+    records = "--records", str(tmp_path / "records.jsonl")
+    first = prompt(*records)
+    assert "06 Jul 2024" in first
+    shutil.rmtree(run / "checkpoints")
+    assert prompt(*records) == first != prompt()
 
 
 @pytest.mark.parametrize("content", ["", "\n", "{}\n", "[1]\n", "not JSON\n", '{"settings": 3}\n', "x"])
