@@ -11,6 +11,7 @@ from pathlib import Path
 
 import qerl_jax
 from qerl_jax.config import Config
+from qerl_jax.config.fields import descriptions
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(qerl_jax.__file__).parent
@@ -116,20 +117,9 @@ def test_every_config_field_is_read():
 
 
 def test_every_config_field_is_described():
-    body = next(
-        node
-        for node in ast.walk(ast.parse((PACKAGE / "config" / "fields.py").read_text()))
-        if isinstance(node, ast.ClassDef) and node.name == "Config"
-    ).body
-    fields = [i for i, node in enumerate(body) if isinstance(node, ast.AnnAssign)]
-    for i in fields:
-        following = body[i + 1]
-        described = (
-            isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-            and isinstance(following.value.value, str)
-        )
-        assert described and len(following.value.value) > 10, f"{body[i].target.id} has no description"
+    found = descriptions()
+    assert list(found) == [field.name for field in dataclasses.fields(Config)]
+    assert min(map(len, found.values())) > 10
 
 
 def public_functions() -> list[tuple[str, ast.FunctionDef]]:
