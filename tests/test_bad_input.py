@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import small
 import test_export_command
-from command_lines import ROWS, assert_says, error_of, evaluation, lines, training
+from command_lines import ROWS, assert_says, error_of, evaluation, lines, replaced, training
 
 from qerl_jax import train
 from qerl_jax.checkpoint import names
@@ -149,8 +149,24 @@ def test_adapters(case, place, capfd):
     test_export_command.put_model_and_adapter(place)
     damage(place)
     adapter, rank = place / "adapter", ("--lora-rank", "4")
-    calls = (train.main, training(place, *rank)), (evaluate, evaluation(place)), (compare, [str(place / "model")])
+    calls = [(train.main, training(place, *rank)), (evaluate, evaluation(place)), (compare, [str(place / "model")])]
+    if case != "an adapter that is not finite":
+        calls.append((train.main, training(place, *rank, "--dry-run")))
     for main, arguments in calls:
         said = error_of(main, [*arguments, "--adapter", str(adapter)], place, capfd).replace(str(adapter), "ADAPTER")
         assert_says(said, message)
     assert not (place / "run").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_headers(more, place, capfd):
+    """What those of adapter and weights show, a dry run refuses, too."""
+    test_export_command.put_model_and_adapter(place)
+    flags = training(place, "--adapter", str(place / "adapter"), *more)
+    other_rank = (
+        f"{place}/adapter/adapter_config.json describes LoraConfig(rank=4, …, the policy was asked for …rank=64…"
+    )
+    assert_says(error_of(train.main, flags, place, capfd), other_rank)
+    tensors(lambda all_: all_.pop(f"{Q}.weight_scale"))(place / "model")
+    missing = f"{FILE}: tensor '{Q}.weight_scale' is missing from the checkpoint"
+    assert_says(error_of(train.main, replaced(flags, "--lora-rank", "4"), place, capfd), missing)

@@ -26,7 +26,7 @@ from qerl_jax.checkpoint.adapter_reader import (
     trained_format,
 )
 from qerl_jax.checkpoint.peft_config import CONFIG_FILE, peft_config
-from qerl_jax.models.config import LAYER_NORMS
+from qerl_jax.models.config import LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import Weight, format_name
 from qerl_jax.models.lora import Lora, LoraConfig
 from qerl_jax.types import Policy
@@ -48,10 +48,8 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
       ValueError: its rank, scale or target modules differ from the policy's `lora_config`.
       CheckpointError: a tensor (also one of `modules_to_save`) is missing, unknown, misshapen or not finite.
     """
-    source = AdapterReader(directory, policy.config)
+    source = open_adapter(directory, policy.config, policy.lora_config)
     ours = dataclasses.replace(policy.lora_config, dropout=source.config.dropout)
-    if _shape(ours) != _shape(source.config):
-        raise ValueError(f"{directory / CONFIG_FILE} describes {source.config}, the policy was asked for {ours}")
 
     def lora(layer: int, part: str, old: Lora) -> Lora:
         a, b = source.lora(layer, part)
@@ -64,6 +62,15 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
     adapters, norms = map_layers(lora, policy.lora), map_layers(norm, policy.norms)
     base = policy.norms if policy.base_norms is None and source.has_norms else policy.base_norms
     return policy.replace(lora=adapters, norms=norms, base_norms=base, lora_config=ours)
+
+
+def open_adapter(directory: Path, model: ModelConfig, lora: LoraConfig) -> AdapterReader:
+    """The adapter of a directory for a policy of these shapes, no value read. Raises as `import_adapter`."""
+    source = AdapterReader(directory, model)
+    ours = dataclasses.replace(lora, dropout=source.config.dropout)
+    if _shape(ours) != _shape(source.config):
+        raise ValueError(f"{directory / CONFIG_FILE} describes {source.config}, the policy was asked for {ours}")
+    return source
 
 
 def _shape(config: LoraConfig) -> tuple:

@@ -12,8 +12,11 @@ from rich.table import Table
 
 from qerl_jax import aqn
 from qerl_jax.checkpoint import assets
+from qerl_jax.checkpoint.check import check_names
+from qerl_jax.checkpoint.hf_config import model_config
+from qerl_jax.checkpoint.load import accepted_quantization, read_tokenizer
 from qerl_jax.checkpoint.orbax import refuse_changed
-from qerl_jax.checkpoint.tokenizer import load_tokenizer
+from qerl_jax.checkpoint.safetensors import open_checkpoint
 from qerl_jax.config import Config, ConfigError, dump
 from qerl_jax.data.presets import PRESETS
 from qerl_jax.data.problems import BUNDLED, in_cache
@@ -22,6 +25,7 @@ from qerl_jax.reporting.console import say
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import ending_note
+from qerl_jax.run.abstract import has_weights
 from qerl_jax.run.devices import device_bytes
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, examined
 from qerl_jax.run.prepare import check_output, load_problems, ready_rewards, say_left_out, with_prompt_length
@@ -33,7 +37,7 @@ def show_dry_run(config: Config, console: Console, processes: int = 1, tensor_pa
     the rewards pay; no weights are loaded, nothing is trained or written.
 
     An output directory that a run may not use is said last. Raises ConfigError where no rollout fits, and what
-    `load_problems` and the rewards raise.
+    `load_problems`, the rewards, and the reader of the weights' and the adapter's headers raise.
     """
     config = with_prompt_length(config, console)
     with ready_rewards(config, console, download=False) as rewards:
@@ -43,6 +47,11 @@ def show_dry_run(config: Config, console: Console, processes: int = 1, tensor_pa
 def _show(config: Config, rewards: Rewards, console: Console, processes: int, tensor_parallel: int) -> None:
     from huggingface_hub import constants
 
+    directory = assets.model_path(config.model, weights=False)
+    if has_weights(directory):
+        quantization = accepted_quantization(directory, config.weight_format)
+        check_names(open_checkpoint(directory), model_config(directory), quantization)
+    tokenizer = read_tokenizer(directory, config.adapter)
     limit, devices = device_bytes(), processes * tensor_parallel
     report, fault = examined(config, limit, processes, tensor_parallel)
     if report is None:
@@ -54,8 +63,6 @@ def _show(config: Config, rewards: Rewards, console: Console, processes: int, te
         say(console, fault)
     if config.rollout_backend == "vllm":
         say(console, f"vLLM takes {config.vllm_share:g} of the GPU's memory besides, for its base and KV cache.")
-    directory = assets.model_path(config.model, weights=False)
-    tokenizer = load_tokenizer(directory, report.model.vocab_size)
     say(console, ending_note(report.model, tokenizer))
     if config.max_steps != -1 and (note := aqn.note(config, config.num_rollouts)):
         say(console, note)

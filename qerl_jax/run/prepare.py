@@ -19,6 +19,7 @@ from qerl_jax.backends.vllm_engine import VllmEngine
 from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.backends.vllm_settings import engine_options
 from qerl_jax.checkpoint import assets
+from qerl_jax.checkpoint.adapter import open_adapter
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import accepted_quantization, load_policy, read_tokenizer
 from qerl_jax.checkpoint.of_run import formats_note
@@ -252,12 +253,14 @@ def check(config: Config, processes: int = 1, tensor_parallel: int = 1) -> None:
     for name in config.dataset:
         check_dataset(name, "train")
     if config.adapter is not None:
-        adapter_config(Path(config.adapter))
+        adapter_config(Path(config.adapter))  # before anything is downloaded
     directory = assets.model_path(config.model, weights=False)
     refuse_division(config, tensor_parallel)
     model = dataclasses.replace(model_config(directory), tensor_parallel=tensor_parallel)
     positions = model.max_position_embeddings
     accepted_quantization(directory, config.weight_format)
+    if config.adapter is not None:
+        open_adapter(Path(config.adapter), model, config.lora)
     completion, room = config.max_completion_length, positions - config.max_completion_length
     limit = f"max_position_embeddings {positions} of {directory / 'config.json'}"
     if room < 1:
