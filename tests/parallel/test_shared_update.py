@@ -11,10 +11,9 @@ from helpers import assert_trees_equal, fp32_policy, randomized, with_norm_offse
 from replicas import on_replicas
 from updates import LENGTH, make_batch, make_config
 
-from qerl_jax.parallel import Replicas
 from qerl_jax.rl.optimizer import whole_of
 from qerl_jax.rl.plan import choose_plan, make_update_plan
-from qerl_jax.rl.reduction import check_same_state, checksum, over_replicas
+from qerl_jax.rl.reduction import check_same_state, checksum
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import assigned, grpo_step
 
@@ -66,14 +65,6 @@ def test_the_update_is_that_of_one_process(policy, alone, count):
     assert float(metrics["tokens"]) == np.asarray(batch.loss_mask).sum()
 
 
-def test_each_micro_batch_has_one_replica(policy, alone):
-    _, batch, plan, _ = alone
-    shares = [assigned(plan, batch, False, Replicas(index, 3)) for index in range(3)]
-    assert [len(share) for share in shares] == [2, 2, 1]
-    rows = np.concatenate([some.assignment.rows for share in shares for some in share])
-    assert sorted(rows[rows >= 0]) == [row for row in range(ROWS) if row != 3]
-
-
 def test_an_update_that_is_not_finite_on_one_replica_is_skipped_on_all(policy, alone):
     state, batch, plan, _ = alone
     [first, *_] = assigned(plan, batch, needs_advantage=False)
@@ -83,29 +74,6 @@ def test_an_update_that_is_not_finite_on_one_replica_is_skipped_on_all(policy, a
     for after, metrics in found:
         assert float(metrics["skipped"]) == 2
         assert_trees_equal(whole_of(after), whole_of(state))
-
-
-def test_sums_and_extremes_are_over_all_replicas():
-    """Also where a replica has no token: its sums are 0, its extremes infinite."""
-    sums = [
-        {"loss": 1.0, "tokens": 9.0, "trained_tokens": 4.0, "a/max": 2.0, "a/min": -1.0},
-        {"loss": 0.5, "tokens": 9.0, "trained_tokens": 5.0, "a/max": 3.0, "a/min": 0.0},
-        {"loss": 0.0, "tokens": 9.0, "trained_tokens": 0.0, "a/max": -np.inf, "a/min": np.inf},
-    ]
-    sums = jax.tree.map(jnp.float32, sums)
-    parts = [[{"lora": {"a": jnp.full((3, 2), 10.0**i), "b": jnp.float32(i)}}, {"lora": {}}] for i in range(3)]
-    found = on_replicas(3, lambda replicas: over_replicas(replicas, parts[replicas.index], sums[replicas.index]))
-    for (first, second), total in found:
-        np.testing.assert_array_equal(first.tree()["lora"]["a"], [[111.0] * 2] * 3)
-        np.testing.assert_array_equal(first.tree()["lora"]["b"], 3)
-        assert second.tree() == {"lora": {}}
-        assert {name: float(value) for name, value in total.items()} == {
-            "loss": 1.5,
-            "tokens": 9.0,
-            "trained_tokens": 9.0,
-            "a/max": 3.0,
-            "a/min": -1.0,
-        }
 
 
 def test_states_that_differ_in_a_bit_end_the_run(alone):
