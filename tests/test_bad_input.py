@@ -119,10 +119,7 @@ def test_models(case, place, capfd):
 
 # what is wrong: (content of the dataset, message)
 DATASETS: dict[str, tuple[str, str]] = {
-    "malformed line": (
-        lines(ROWS[:2]) + '{"question": "What\n' + lines(ROWS[2:]),
-        "DATA, line 3 is not JSON: …",
-    ),
+    "malformed line": (lines(ROWS[:2]) + '{"question": "What\n' + lines(ROWS[2:]), "DATA, line 3 is not JSON: …"),
     "missing column": (lines([{"prompt": "What?", "answer": "4"}]), "DATA…'question'…['answer', 'prompt']…"),
     "prompts too long": (
         lines([{"question": "What is it? " * 80, "answer": "4"}]),

@@ -199,8 +199,7 @@ def test_prompts_are_no_longer_than_the_positions(tiny_dir):
 
 
 @pytest.mark.parametrize(
-    ("layout", "with_adapter"),
-    [("modelopt", False), pytest.param("nvfp4", True, marks=without_compressed_tensors)],
+    ("layout", "with_adapter"), [("modelopt", False), pytest.param("nvfp4", True, marks=without_compressed_tensors)]
 )
 def test_quantized_models_by_our_loader(tmp_path, capsys, layout, with_adapter):
     model = getattr(small, layout)(tmp_path / "model")

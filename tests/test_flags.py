@@ -33,11 +33,7 @@ LOSSES = "['grpo', 'bnpo', 'dapo', 'dr_grpo', 'cispo']"
         (evaluate, [], "MODEL is missing: python -m qerl_jax.evaluate MODEL"),
         (quantize.main, ["tiny"], "DST is missing: python -m qerl_jax.quantize SRC DST"),
         (export.main, ["a", "b", "c"], "unexpected argument 'c'"),
-        (
-            export.main,
-            ["a", "b", "--as", "gguf"],
-            "--as 'gguf' is not one of ['peft', 'vllm', 'merged']",
-        ),
+        (export.main, ["a", "b", "--as", "gguf"], "--as 'gguf' is not one of ['peft', 'vllm', 'merged']"),
     ],
 )
 def test_a_refusal_is_one_line(main, argv, said, capsys):

@@ -30,13 +30,7 @@ def learnt(tmp_path_factory):
     """Directory and config of the run: no noise, 32 completions a step."""
     directory = tmp_path_factory.mktemp("learning") / "run"
     config = runs.learning(
-        directory,
-        lora_rank=8,
-        learning_rate=6e-3,
-        sigma_start=0.0,
-        sigma_end=0.0,
-        max_steps=STEPS,
-        save_steps=2,
+        directory, lora_rank=8, learning_rate=6e-3, sigma_start=0.0, sigma_end=0.0, max_steps=STEPS, save_steps=2
     )
     with directory.with_name("said").open("w") as said:
         train.train(config, Console(file=said, width=200))

@@ -107,7 +107,7 @@ def test_a_weakly_typed_number_has_a_program_of_its_own():
 
 SETTINGS = {
     "nvfp4, trained norms, KL, two updates": [
-        *("--weight-format", "nvfp4", "--dtype", "float32", "--train-norms", "--beta", "0.1", "--num-iterations", "2"),
+        *("--weight-format", "nvfp4", "--dtype", "float32", "--train-norms", "--beta", "0.1", "--num-iterations", "2")
     ],
     "bf16, one adapter, few slots": [
         *("--lora-target-modules", "down_proj", "--rollout-memory-gb", "2e-5"),

@@ -46,9 +46,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(
-    ("lora", "norms"),
-    [*zip(CONFIGS, (True, False, True, False), strict=True)],
-    ids=["all", "rs", "q-v", "rest"],
+    ("lora", "norms"), [*zip(CONFIGS, (True, False, True, False), strict=True)], ids=["all", "rs", "q-v", "rest"]
 )
 def test_export_loads_in_peft_and_gives_the_same_logits(micro_dir, tmp_path, lora, norms):
     policy = trained(micro_dir, lora)

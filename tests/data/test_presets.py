@@ -13,13 +13,7 @@ from huggingface_hub import errors
 
 from qerl_jax.config import Config
 from qerl_jax.data.files import open_file
-from qerl_jax.data.presets import (
-    ANSWER_LINE_SYSTEM_PROMPT,
-    PRESETS,
-    PROGRAM_SYSTEM_PROMPT,
-    PROMPT_FORMATS,
-    hash_answer,
-)
+from qerl_jax.data.presets import ANSWER_LINE_SYSTEM_PROMPT, PRESETS, PROGRAM_SYSTEM_PROMPT, PROMPT_FORMATS, hash_answer
 from qerl_jax.data.problems import DataError, _hub, is_out_of_reach, load_dataset
 from qerl_jax.rewards import functions
 from qerl_jax.run.choose_rewards import dataset_rewards

@@ -182,8 +182,7 @@ def test_what_was_left_out_is_told(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("end", "opened"),
-    [("<think>\n", "<think>\n"), ("\n<think>", "<think>"), ("<think>\n\n</think>\n\n", ""), ("", "")],
+    ("end", "opened"), [("<think>\n", "<think>\n"), ("\n<think>", "<think>"), ("<think>\n\n</think>\n\n", ""), ("", "")]
 )
 def test_the_block_that_a_prompt_opens(tokenizer, end, opened):
     """DeepSeek-R1's and Qwen3's templates end the prompt in `<think>`, whose end alone is in the completion. Rewards

@@ -82,11 +82,7 @@ def all_near(found, wanted):
 
 @pytest.mark.parametrize(
     ("targets", "dense"),
-    [
-        (ALL, ("o_proj", "down_proj")),
-        (("k_proj", "up_proj", "down_proj"), ("gate_up_proj",)),
-        ((), ()),
-    ],
+    [(ALL, ("o_proj", "down_proj")), (("k_proj", "up_proj", "down_proj"), ("gate_up_proj",)), ((), ())],
 )
 def test_fused_decode_equals_plain_decode(targets, dense):
     """With adapters on packed weights alone: below."""

@@ -12,15 +12,7 @@ from attention_oracle import dense, visible
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl.flash_attention import views
 from qerl_jax.rl.head import HeadShape, head_logprobs
-from qerl_jax.rl.micro_batches import (
-    Assignment,
-    PackShape,
-    assign,
-    pack,
-    packed_tokens,
-    predictors,
-    prompts_of,
-)
+from qerl_jax.rl.micro_batches import Assignment, PackShape, assign, pack, packed_tokens, predictors, prompts_of
 from qerl_jax.rl.segment_attention import segment_attention, segment_attention_backward
 from qerl_jax.types import Sampling
 

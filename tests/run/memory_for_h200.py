@@ -35,10 +35,7 @@ from qerl_jax.run.rehearsal import rollout_shape
 from qerl_jax.types import Batch, Policy, TrainState
 
 SMALL = ModelConfig(512, 256, 512, 3, 4, 2, 64, 1e6, 1e-6, True, 4096, (0,), 0)
-FEW = [
-    (SMALL, {}),
-    (dataclasses.replace(SMALL, vocab_size=64000), {"logprob_chunk_size": 512}),
-]
+FEW = [(SMALL, {}), (dataclasses.replace(SMALL, vocab_size=64000), {"logprob_chunk_size": 512})]
 OTHERS = [
     (SMALL, {"update_memory_gb": 0.017, "max_completion_length": 1984}),
     (SMALL, {"update_memory_gb": 1e-9, "max_completion_length": 1984}),
@@ -48,7 +45,7 @@ OTHERS = [
 
 ADA = gpu_of("NVIDIA GeForce RTX 4090", 89, 128)
 FEW_OF_ADA = [  # the tier that multiplies many rows by XLA
-    (dataclasses.replace(SMALL, hidden_size=512, intermediate_size=2048), {"update_memory_gb": 1e-9}),
+    (dataclasses.replace(SMALL, hidden_size=512, intermediate_size=2048), {"update_memory_gb": 1e-9})
 ]
 OTHERS_OF_ADA = [(SMALL, {})]
 

@@ -34,8 +34,7 @@ SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
 
 
 @pytest.mark.parametrize(
-    ("stored", "dtype"),
-    [("bf16", "float32"), ("nvfp4", "bfloat16"), ("mxfp4", "float32"), ("nf4", "bfloat16")],
+    ("stored", "dtype"), [("bf16", "float32"), ("nvfp4", "bfloat16"), ("mxfp4", "float32"), ("nf4", "bfloat16")]
 )
 def test_abstract_trees_are_the_real_ones(tmp_path, stored, dtype):
     """Shape, dtype and place of every array of the tiny policy as it is really loaded; so all their bytes are exact."""

@@ -19,10 +19,7 @@ from qerl_jax import train
 from qerl_jax.checkpoint.orbax import latest_step
 from qerl_jax.reporting.metrics import read_metrics
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU's memory"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU's memory")]
 
 LINE = (
     r"error: the update ran out of memory: micro-batches of \d+ tokens were planned with [\d.]+ GB of activations and "
