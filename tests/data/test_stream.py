@@ -8,15 +8,6 @@ import pytest
 from qerl_jax.data.stream import ProblemStream, at_cursor
 
 
-def test_order_is_a_function_of_seed_and_epoch():
-    items = list(range(10))
-    stream = [at_cursor(items, seed=3, cursor=c, count=4) for c in range(0, 40, 4)]
-    flat = [x for part in stream for x in part]
-    assert flat == at_cursor(items, 3, 0, 40)  # however it is cut
-    assert all(Counter(flat[i : i + 10]) == Counter(items) for i in range(0, 40, 10))  # each epoch holds each once
-    assert flat[:10] != flat[10:20] and flat != at_cursor(items, 4, 0, 40)
-
-
 def test_the_order_stays_what_it_was():
     """A run that is resumed by a newer version continues with the problems it had not seen."""
     expected = np.random.default_rng([3, 1]).permutation(10).tolist()
