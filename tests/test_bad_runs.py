@@ -23,7 +23,6 @@ from qerl_jax.evaluate import main as evaluate
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.reporting.metrics import read_evaluations, read_metrics, write_evaluations
-from qerl_jax.run import directory as run_directory
 from qerl_jax.types import TrainState
 
 PRESETS = Path(__file__).parent / "data" / "presets"
@@ -256,10 +255,13 @@ def test_a_finished_run_goes_on_to_more_steps(used, capfd):
     write_evaluations(run, {"after": Evaluation(0.5, 0.4, 0.6, 0.5, 0.0, 0.0, 1.0, 8, 1)})
     damage("metrics.jsonl", b'"grad_norm": 0.0', b'"grad_norm": 1.0')(run)  # else nothing was trained in three steps
     before, rows = (run / "adapter/adapter_model.safetensors").read_bytes(), read_metrics(run)
-    longer = training(used, "--resume", "auto", "--max-steps", "3")
-    run_directory.write_config(run, train.parse(longer))
-    assert find_source(run).step == 2
-    assert train.main(longer) == 0
+    longer, seen = training(used, "--resume", "auto", "--max-steps", "3"), []
+
+    def look(*_: object) -> None:
+        seen.append((find_source(run).step, (run / "report.md").exists()))
+
+    train.train(train.parse(longer), on_step=look)
+    assert seen == [(2, False)]
     assert "max_steps: 2 -> 3; learning rate of step 3: 0 -> 0.0005\n" in capfd.readouterr().out
     assert read_metrics(run)[:2] == rows and read_metrics(run)[2]["learning_rate"] == pytest.approx(1e-3 / 2)
     assert read_evaluations(run) == {} and find_source(run).adapter == run / "adapter"

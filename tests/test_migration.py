@@ -360,7 +360,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         (
             "datasets:\n- {path: json, data_files: {train: a.jsonl, test: b.jsonl}, split: test, name: null}",
             {"dataset": ("gsm8k",)},
-            "Left out:\n# - datasets 'b.jsonl': no such file: name a file as dataset, which "
+            "# - datasets 'b.jsonl': no such file: name a file as dataset, which "
             "datasets.load_dataset(…).to_json(FILE) writes, or give records to train(train_dataset=…)\n"
             "# - split 'test' of datasets: no field has its meaning\n",
         ),
@@ -477,6 +477,7 @@ def test_defaults_of_trl_that_are_others_here():
         ("loss_type: sapo", "trl.yaml: loss_type 'sapo' is not one of"),
         ("num_processes: many", "trl.yaml: num_processes must be a number, got 'many'"),
         ("a: [", "line 1 is not YAML"),
+        ("reward_funcs: [a.b, c.d]\nreward_weights: [1]", "trl.yaml: 2 reward_funcs but 1 reward_weights: give each"),
         ("- a", "trl.yaml: it holds a list"),
     ],
 )

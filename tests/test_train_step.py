@@ -261,7 +261,7 @@ def test_the_end_of_a_run(step, tmp_path):
         step.run, config=config, policy=policy, programs=ahead, eval_problems=list(step.run.stream.sets[0][:2]),
         vllm=Sampler(generate), console=Console(file=(said := io.StringIO()), width=200),
     )  # fmt: skip
-    recorder = Recorder(run, Checkpointer(tmp_path, 1), 9, 1000)
+    recorder = Recorder(run, Checkpointer(tmp_path, 1), 9, 1000, {})
     recorder.curves = types.SimpleNamespace(log=lambda *arguments: curves.append(arguments), close=lambda: None)
     recorder.metrics.append(10, {"num_tokens": 2000, "reward": 0.5, "grad_norm": 0.0, "frac_reward_zero_std": 1.0})
     stopped = dataclasses.replace(run, vllm=Sampler(lambda *_: signal.raise_signal(signal.SIGTERM)))
@@ -283,12 +283,12 @@ def test_the_end_of_a_run(step, tmp_path):
     assert result.accuracy == 1 / 2 and curves == [(10, result.metrics())]
     export_adapter(policy.replace(norms=last.norms, lora=last.lora), tmp_path / "wanted", norms=True)
     assert exported.read_bytes() == (tmp_path / "wanted" / exported.name).read_bytes()
-    lifecycle._evaluate(run, recorder, first, "before")
+    lifecycle._evaluate(run, recorder, policy, "before", 0)
     assert recorder.evaluations.get("before").accuracy == 1 / 2 and curves[1][0] == 0
-    assert calls[1][0].norms is first.norms
+    assert calls[1][0] is policy
     calls.clear()
 
     def shared(replicas):
-        return lifecycle.evaluate_state(dataclasses.replace(run, replicas=replicas), last)
+        return lifecycle.evaluate_policy(dataclasses.replace(run, replicas=replicas), policy)
 
     assert on_replicas(2, shared) == [result] * 2 and sorted(ids for _, ids, *_ in calls) == [[40], [41]]

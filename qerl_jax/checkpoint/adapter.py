@@ -77,7 +77,14 @@ def _shape(config: LoraConfig) -> tuple:
     return (config.rank, config.scale, set(config.target_modules)) if config.rank else (0,)
 
 
-def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_model: str | None = None) -> None:
+def export_adapter(
+    policy: Policy,
+    dst: str | Path,
+    norms: bool = True,
+    base_model: str | None = None,
+    *,
+    beside_others: bool = False,
+) -> None:
     """Write the policy's adapters as a PEFT directory, atomically.
 
     Args:
@@ -85,9 +92,10 @@ def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_mod
       dst: directory; an adapter in it is replaced, other files in it stay.
       norms: include the layer norms, as `modules_to_save` that `peft` loads.
       base_model: path or hub id written as `base_model_name_or_path`; None: the one that the policy was loaded from.
+      beside_others: also where `dst` holds files but no adapter, as that of a run may.
 
     Raises ValueError if there is nothing to export, no base model to name, or a value that is not finite;
-    FileExistsError if `dst` holds files but no adapter.
+    FileExistsError if `dst` holds files but no adapter, without `beside_others`.
     """
     if not jax.tree.leaves(policy.lora):
         raise ValueError("the policy has no adapters (lora_rank 0): nothing to export")
@@ -98,7 +106,7 @@ def export_adapter(policy: Policy, dst: str | Path, norms: bool = True, base_mod
     for name, value in (lora | layer_norms).items():
         if not np.isfinite(value).all():
             raise ValueError(f"{dst} is not written: {name!r} holds a value that is not finite")
-    others = _other_files(Path(dst))
+    others = _other_files(Path(dst), beside_others)
     with atomic_directory(Path(dst)) as directory:
         write_adapter(directory, policy.lora_config, lora, layer_norms, base_model, policy_format(policy))
         for entry in others:
@@ -144,10 +152,10 @@ def write_adapter(
         (directory / CARD_FILE).write_text(card, encoding="utf-8")
 
 
-def _other_files(directory: Path) -> list[Path]:
+def _other_files(directory: Path, beside_others: bool) -> list[Path]:
     """Entries of an adapter directory that no export writes."""
     entries = sorted(directory.iterdir()) if directory.is_dir() else []
-    if entries and not (directory / CONFIG_FILE).exists():
+    if entries and not beside_others and not (directory / CONFIG_FILE).exists():
         raise FileExistsError(
             f"{directory} holds {entries[0].name!r} but no {CONFIG_FILE}: it is no adapter to replace"
         )

@@ -86,10 +86,9 @@ def find_source(directory: Path, base: str | None = None, weight_format: str | N
             f"--weight-format {weight_format!r} is not what the run was trained with: {config_file} has weight_format "
             f"{config.weight_format!r}"
         )
-    newest, step = latest_step(directory), None
-    goes_on = newest is not None and config.max_steps > 0 and newest < config.num_rollouts  # after it had been finished
-    if not adapter.is_dir() or goes_on:
-        adapter, step = None, newest
+    step = None
+    if not (adapter / ADAPTER_CONFIG).exists():  # a run that was finished and goes on has none, either
+        adapter, step = None, latest_step(directory)
         if step is None:
             raise ConfigError(
                 f"{directory} holds neither {ADAPTER_DIR}/ nor a complete checkpoint: nothing to export yet"

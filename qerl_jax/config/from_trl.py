@@ -148,11 +148,14 @@ def _data(values: dict[str, Any], left_out: list[str], beside: Path) -> dict[str
     elif evaluated != "no":
         left_out.append(f"eval_strategy {shown(evaluated)}: name eval_dataset, evaluated before and after training")
     weights = values.pop("reward_weights", None)
+    shares = ["1"] * len(names) if weights is None else _listed(weights)
     if weights is not None and not names:
-        fields["reward_weights"] = _listed(weights)
+        fields["reward_weights"], shares = shares, []
         left_out.append("reward_funcs: reward_weights are those of the functions that train(reward_funcs=…) is given")
     rewards: dict[str, Any] = {}
-    for name, weight in zip(names, _listed(weights or ["1"] * len(names)), strict=False):
+    if len(shares) != len(names):
+        raise ConfigError(f"{len(names)} reward_funcs but {len(shares)} reward_weights: give each function one")
+    for name, weight in zip(names, shares, strict=True):
         if here := _REWARDS.get(name) or files.get(name):
             rewards[here] = weight
             if name in files and not Path(file := here.rpartition(":")[0]).exists():

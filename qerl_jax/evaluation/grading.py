@@ -73,13 +73,14 @@ class Grader:
         if not representatives:
             return 0
         count = len(representatives)
-        values = self.reward(
-            prompts=[""] * count,
-            completions=[f"<answer>{text}</answer>"] * count,
-            answer=representatives,
-            prompt_index=list(range(count)),
+        pairs = [(text, other) for other in representatives] + [(other, text) for other in representatives]
+        values = self.reward(  # either way round: of 3,5 and 3.5 only one is right where the other is the answer
+            prompts=[""] * len(pairs),
+            completions=[f"<answer>{stated}</answer>" for stated, _ in pairs],
+            answer=[answer for _, answer in pairs],
+            prompt_index=list(range(len(pairs))),
         )
-        return next((i for i, value in enumerate(values) if _verdict(value) == CORRECT), count)
+        return next((i % count for i, value in enumerate(values) if _verdict(value) == CORRECT), count)
 
 
 def grader_of(name: str, reward: Reward) -> Grader:

@@ -63,10 +63,10 @@ def _verify(completion: str, gold: str) -> float | None:
         return None
     stated = stated_answer(completion)
     gold = (stated_answer(gold) or gold) if "\\boxed" in gold else gold
-    if stated is None:
-        return Unparsed(0.0) if parse_number(gold) is not None or _parse(_delimited(gold)) else None
-    verdict = _by_text(stated, gold)
-    return _by_algebra(stated, gold) if verdict is None else verdict
+    verdict = Unparsed(0.0) if stated is None else _by_text(stated, gold)
+    if verdict is None:
+        return _by_algebra(stated, gold)
+    return verdict if verdict or parse_number(gold) is not None or _parse(_delimited(gold)) else None
 
 
 def _by_text(stated: str, gold: str) -> float | None:

@@ -15,7 +15,7 @@ _MARK = re.compile(  # each alternative begins with a letter of its own, without
 )
 _BETWEEN_BOXES = re.compile(
     r"(?:[ \t,;$&.:]|\n(?!\s*\n)|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\}|\\q?quad\b|\\[()\[\],; ]|"
-    r"[A-Za-z](?:_?\{?\w+\}?)?\s*=)*"
+    r"[A-Za-z](?:_?+\{?\w+\}?)?\s*=)*"
 )
 _HEADING = re.compile(r"\d+[.)]\s|step\b", re.IGNORECASE)
 _CHECKED = re.compile(

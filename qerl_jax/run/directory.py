@@ -6,13 +6,14 @@ import dataclasses
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from qerl_jax.atomic import check_writable, write_text
 from qerl_jax.checkpoint.run_files import (
+    ADAPTER_DIR,
     CHECKPOINTS_DIR,
     CONFIG_FILE,
     LOCK_FILE,
@@ -52,6 +53,11 @@ def check(directory: Path, config: Config) -> None:
             f"output_dir {directory} holds {found[0]}, but neither {CONFIG_FILE} nor {CHECKPOINTS_DIR}/ to resume "
             "from: name another --output-dir"
         )
+    if config.resume == "auto" and ADAPTER_DIR in found and CHECKPOINTS_DIR not in found:
+        raise ConfigError(
+            f"output_dir {directory} holds a finished run without {CHECKPOINTS_DIR}/, from which it could go on: begin "
+            f"a new run with --adapter {directory / ADAPTER_DIR} --output-dir NEW"
+        )
 
 
 def _links(directory: Path) -> Iterator[Path]:
@@ -80,10 +86,10 @@ def _is_config_of_a_run(path: Path) -> bool:
     return isinstance(values, dict) and {"model", "dataset", "output_dir", "max_steps"} <= values.keys()
 
 
-def clear(directory: Path) -> None:
-    """Delete what an old run left; files that no run writes stay, also in its directories."""
-    for name, patterns in OWNED.items():
-        path = directory / name
+def clear(directory: Path, names: Iterable[str] = tuple(OWNED)) -> None:
+    """Delete what an old run left, by these names; files that no run writes stay, also in its directories."""
+    for name in names:
+        path, patterns = directory / name, OWNED[name]
         if not path.is_dir():
             path.unlink(missing_ok=True)
             continue

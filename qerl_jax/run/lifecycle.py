@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.console import Console
 from qerl_jax import aqn
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.hub import is_hub_id
-from qerl_jax.checkpoint.orbax import Checkpointer
+from qerl_jax.checkpoint.orbax import Checkpointer, saved_input
 from qerl_jax.checkpoint.run_files import (
     ADAPTER_DIR,
     CHECKPOINTS_DIR,
@@ -29,7 +30,7 @@ from qerl_jax.evaluation import Evaluation, evaluate
 from qerl_jax.evaluation.grading import grader_of
 from qerl_jax.reporting import health
 from qerl_jax.reporting.console import say
-from qerl_jax.reporting.metrics import cut_back, write_evaluations
+from qerl_jax.reporting.metrics import cut_back, read_evaluations, write_evaluations
 from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
 from qerl_jax.reporting.report import Ending, write_report
@@ -57,7 +58,7 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     inputs = fingerprints(config, run.stream.sets, run.eval_problems) | run.hooks.fingerprints()
     inputs[PROMPTS_DATE] = str(run.date)
     run.replicas.check_equal(inputs, "model, data or functions, by fingerprint")
-    checkpoints, place = None, (0, 0)
+    checkpoints, place, evaluations = None, (0, 0), None
     if run.replicas.is_first:
         run_directory.check(directory, config)  # again: another run may have used the directory while this one loaded
         if config.overwrite:
@@ -65,27 +66,43 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
         checkpoints = Checkpointer(directory, config.save_total_limit or LARGEST_INT, inputs)
         state = restore(config, checkpoints, state, console)
         place = int(state.step), cut_back(directory, int(state.step))
+        evaluations = _kept_evaluations(config, inputs, place[0])
+        if place[0] < config.num_rollouts:  # also of a run that was finished and now goes on
+            run_directory.clear(directory, (ADAPTER_DIR, REPORT_FILE))
         run_directory.write_config(directory, config)
     step, tokens = run.replicas.broadcast(place)
     if checkpoints is None and step:
         state = Checkpointer(directory, keep=None, inputs=inputs).restore(state, step)
-    recorder = Recorder(run, checkpoints, step, tokens)
-    if checkpoints and step < config.num_rollouts:  # of a run that was finished and now goes on
-        if recorder.evaluations.pop("after", None):
-            write_evaluations(directory, recorder.evaluations)
-        (directory / REPORT_FILE).unlink(missing_ok=True)
+    recorder = Recorder(run, checkpoints, step, tokens, evaluations)
     parameters = run.policy.config.parameter_count() / 1e6
     say(console, f"{config.model}: {parameters:,.1f} M parameters, {len(run.stream)} problems, into {directory}")
     if step == 0 and run.hooks.sigma is None and (note := aqn.note(config, config.num_rollouts)):
         say(console, note)
     if _lacks(run, recorder, "before"):
         say(console, f"evaluating the policy on {len(run.eval_problems)} problems before training …")
-        _evaluate(run, recorder, state, "before")
+        _evaluate(run, recorder, run.policy, "before", 0)
     if run.programs:
         run.programs.submit(run.workers.close)
     if step < config.num_rollouts:
         say(console, f"step {step + 1} waits until its programs are compiled …")
     return recorder, state
+
+
+def _kept_evaluations(config: Config, inputs: Mapping[str, str], step: int) -> dict[str, Evaluation]:
+    """The results in the output directory that are still those of a run that goes on after `step`: none where it begins
+    or has other problems to evaluate, and none after training where it trains on.
+    """
+    directory, problems = Path(config.output_dir), f"eval_dataset {config.eval_dataset}"
+    found = read_evaluations(directory)
+    if step == 0 or saved_input(directory, problems) != inputs.get(problems):
+        kept = {}
+    elif step < config.num_rollouts:
+        kept = {name: result for name, result in found.items() if name != "after"}
+    else:
+        kept = found
+    if kept != found:
+        write_evaluations(directory, kept)
+    return kept
 
 
 def restore(config: Config, checkpoints: Checkpointer, state: TrainState, console: Console) -> TrainState:
@@ -131,7 +148,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     if is_done and _lacks(run, recorder, "after"):
         say(console, "evaluating the trained policy on the same problems …")
         try:
-            _evaluate(run, recorder, state, "after")
+            _evaluate(run, recorder, run.policy.replace(norms=state.norms, lora=state.lora), "after", last)
         except KeyboardInterrupt:
             said = (
                 f"interrupted; the training is saved, the evaluation is not: make up for it with\n{run.resume_command}"
@@ -170,8 +187,8 @@ def export_trained(policy: Policy, state: TrainState, directory: Path) -> None:
     config = state.config
     trained = policy.replace(norms=state.norms, lora=state.lora)
     norms = config.train_norms or trained.base_norms is not None
-    hub_id = config.model if is_hub_id(config.model) else None  # a directory is named by the policy
-    export_adapter(trained, directory, norms=norms, base_model=hub_id)
+    base_model = config.model if is_hub_id(config.model) else str(Path(policy.source).absolute())
+    export_adapter(trained, directory, norms=norms, base_model=base_model, beside_others=True)
 
 
 def _lacks(run: Run, recorder: Recorder, name: str) -> bool:
@@ -180,30 +197,29 @@ def _lacks(run: Run, recorder: Recorder, name: str) -> bool:
     return bool(run.eval_problems) and run.replicas.broadcast(is_missing)
 
 
-def _evaluate(run: Run, recorder: Recorder, state: TrainState, name: str) -> None:
-    """Evaluate `state`'s noise-free policy and keep the result as `name`."""
+def _evaluate(run: Run, recorder: Recorder, policy: Policy, name: str, step: int) -> None:
+    """Evaluate the policy of a step, without noise, and keep the result as `name`."""
     own = len(run.replicas.share(len(run.eval_problems)))
     if name == "before" and run.programs and run.vllm is None and own:
         longest = max(len(problem.tokens) for problem in run.eval_problems)
-        policy = run.policy.replace(norms=state.norms, lora=state.lora)
         run.workers.submit(rehearse_evaluation_of_run, run.config, run.plan, own, longest)
         run.programs.submit(rehearse_evaluation, run.config, policy, run.plan, own, longest)
     with recorder.phases("evaluation"), interrupting():
-        result = evaluate_state(run, state)
+        result = evaluate_policy(run, policy)
         if recorder.evaluations is not None:
             recorder.evaluations[name] = result
             write_evaluations(run.directory, recorder.evaluations)
-    recorder.curves.log(int(state.step), result.metrics())
+    recorder.curves.log(step, result.metrics())
 
 
-def evaluate_state(run: Run, state: TrainState) -> Evaluation:
-    """Accuracy of the noise-free policy on the evaluation problems, with the same sampling keys at every call."""
+def evaluate_policy(run: Run, policy: Policy) -> Evaluation:
+    """Accuracy of a policy on the evaluation problems, with the same sampling keys at every call."""
     config, reward = run.config, correctness_reward(run.config.eval_dataset)
     with load_rewards(
         (reward,), config.reward_workers, config.reward_timeout, allow_code_execution=config.allow_code_execution
     ) as rewards:
         return evaluate(
-            run.policy.replace(norms=state.norms, lora=state.lora),
+            policy,
             run.eval_problems,
             config.eval_sampling,
             config.seed,

@@ -14,9 +14,10 @@ from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.checkpoint.run_files import CHECKPOINTS_DIR, COMPLETIONS_DIR, CONFIG_FILE, METRICS_FILE
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
+from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting import health
 from qerl_jax.reporting.console import say
-from qerl_jax.reporting.metrics import MetricsFile, read_evaluations, write_completions
+from qerl_jax.reporting.metrics import MetricsFile, write_completions
 from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.progress import TrainingProgress
 from qerl_jax.reporting.sinks import Sinks
@@ -46,6 +47,7 @@ class Recorder:
       checkpoints: the checkpoints of its directory; None: this replica writes nothing.
       step: steps done before.
       tokens: tokens seen before.
+      evaluations: results that are there already; None like `checkpoints`.
 
     Attributes:
       checkpoints: as given.
@@ -56,7 +58,14 @@ class Recorder:
       stopped: number of the signal that ended the run, 0 for none.
     """
 
-    def __init__(self, run: Run, checkpoints: Checkpointer | None, step: int, tokens: int):
+    def __init__(
+        self,
+        run: Run,
+        checkpoints: Checkpointer | None,
+        step: int,
+        tokens: int,
+        evaluations: dict[str, Evaluation] | None = None,
+    ):
         self._run, self._first, self._tokens = run, step, tokens
         self._metrics: dict[str, float] = {}
         self._warned: set[str] = set()
@@ -64,7 +73,7 @@ class Recorder:
         self._verdict = verdict_reward(dict(zip(run.config.reward_funcs, run.config.reward_weights, strict=True)))
         self.checkpoints = checkpoints
         self.metrics = MetricsFile(run.directory) if checkpoints else None
-        self.evaluations = read_evaluations(run.directory) if checkpoints else None
+        self.evaluations = evaluations
         self.phases = Phases(run.clock)
         config = run.config if checkpoints else dataclasses.replace(run.config, report_to=())
         self.curves = Sinks(config, run.directory, step, run.console)

@@ -16,6 +16,8 @@ VOTES = {
         ([None, None], None, False),
         (["7", "twelve", " Twelve"], 1, False),  # texts agree up to case and white space
         (["3", "1", "2", "2"], 2, False),
+        (["3,5", "4", "4", "3.5", "3.5"], 0, False),  # right where 3.5 is the answer, but not the other way round
+        (["3.5", "4", "4", "3,5", "3,5"], 0, False),
     ],
     "math_verify": [
         (["\\frac{1}{2}", "3", "0.5", "3", "1/2"], 0, False),
@@ -44,7 +46,7 @@ def test_equal_texts_are_compared_once():
         return [0.0] * len(completions)
 
     assert grader_of("answer", reward).majority(["a", "b", "a", "b", "a"]) == (0, False)
-    assert calls == [(["<answer>b</answer>"], ["a"])]
+    assert calls == [(["<answer>b</answer>", "<answer>a</answer>"], ["a", "b"])]  # either may be the answer
 
 
 def test_verdicts_of_whole_completions():

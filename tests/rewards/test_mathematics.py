@@ -90,7 +90,7 @@ def test_dapo(completion, gold, value):
         ("<answer>1</answer>", "1 - \\frac{1}{\\mathrm{e}}", 0),
         ("<answer>1 - 1/e</answer>", "1 - \\frac{1}{\\mathrm{e}}", 1),
         ("<answer>e^{2\\pi i/3}</answer>", "\\mathrm{e}^{2\\pi\\mathrm{i}/3}", 1),
-        ("<answer>5</answer>", "5 - \\mathrm{m}^2", None),
+        *((f"<answer>{stated}</answer>", "5 - \\mathrm{m}^2", None) for stated in ("5", "1, 2, \\ldots")),
     ],
 )  # fmt: skip
 def test_math_verify(completion, gold, value):

@@ -83,6 +83,7 @@ def test_a_reward_reads_an_answer_in_its_form(name):
         *("\\boxed{1}" + " \n" * 15_000 + "\\boxed{2}", "answer" + " " * 30_000, "answer" + "*_" * 15_000),
         *("<answer>\\text{answer:" + "*" * 30_000 + "</answer>", ("Answer:\n" + " " * 900) * 32),
         *(("answer is a" + " " * 900 + "b") * 32, "The answer is x5\n\\boxed{" * 4000, "answer: x5 <answer>" * 4000),
+        "\\boxed{3}, " + "x_0 = " * 5000 + "\\boxed{7}",
         *("Answer:\n" + "- 4\n" * 8000, "\\boxed{1}" + "answer: x5\n" * 4000),
     ],
 )

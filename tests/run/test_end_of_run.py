@@ -26,7 +26,11 @@ def test_norms_that_were_imported_are_exported_though_not_trained(tmp_path, tiny
     )
     state = init_state(policy, config)
     state = state.replace(lora=randomized(policy, 0).lora)
+    for name in ("notes", "README.md"):  # left where --overwrite took the adapter away
+        (tmp_path / "adapter").mkdir(exist_ok=True)
+        (tmp_path / "adapter" / name).write_text("mine")
     export_trained(policy, state, tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "notes").read_text() == "mine"
     left = load_policy(tiny_dir, dtype=jnp.float32, adapter=tmp_path / "adapter")
     assert_trees_equal(left.norms, policy.norms)
     assert_trees_equal(left.lora, state.lora)

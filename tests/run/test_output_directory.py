@@ -88,6 +88,12 @@ def test_a_run_is_resumed_from_its_config_or_its_checkpoints(tmp_path):
         directory = tmp_path / str(number)
         write(directory, [file, "report.md"])
         run_directory.check(directory, runs.config(directory, resume="auto"))
+    write(tmp_path / "1", ["config.yaml", "adapter/adapter_model.safetensors"])
+    run_directory.check(tmp_path / "1", runs.config(tmp_path / "1", resume="auto"))
+    (tmp_path / "1/checkpoints/3/manifest.json").unlink()
+    (tmp_path / "1/checkpoints/3").rmdir()
+    with pytest.raises(ConfigError, match=r"1 holds a finished run without checkpoints/, .* --adapter .*1/adapter "):
+        run_directory.check(tmp_path / "1", runs.config(tmp_path / "1", resume="auto"))
     write(tmp_path / "report", ["report.md"])
     with pytest.raises(ConfigError, match=r"holds report\.md, but neither config\.yaml nor checkpoints/ to res"):
         run_directory.check(tmp_path / "report", runs.config(tmp_path / "report", resume="auto"))

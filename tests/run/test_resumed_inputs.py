@@ -20,11 +20,12 @@ from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError, dump, load
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
-from qerl_jax.reporting.metrics import MetricsFile, cut_back
+from qerl_jax.evaluation import Evaluation
+from qerl_jax.reporting.metrics import MetricsFile, cut_back, read_evaluations, write_evaluations
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.fingerprints import PROMPTS_DATE, fingerprints, model_fingerprint, problems_fingerprint, prompts_date
-from qerl_jax.run.lifecycle import restore
+from qerl_jax.run.lifecycle import _kept_evaluations, restore
 from qerl_jax.train import parse
 from qerl_jax.types import TrainState
 
@@ -106,6 +107,23 @@ def test_an_exchanged_evaluation_is_named(place):
     )
     changed = [{name for name in before if before[name] != other[name]} for other in others]
     assert changed == [{"eval_dataset arithmetic"}, {"eval_dataset arithmetic"}, {"dataset gsm8k"}]
+
+
+def test_results_of_other_problems_or_of_another_run_are_not_kept(state, tmp_path):
+    """Those before training are of the run that begins with them, and of these problems; those after, of its end."""
+    config = dataclasses.replace(state.config, output_dir=str(tmp_path), eval_dataset="arithmetic", max_steps=2)
+    results = {name: Evaluation(0.5, 0.4, 0.6, 0.5, 0.0, 0.0, 1.0, 8, 1) for name in ("before", "after")}
+    inputs = {"eval_dataset arithmetic": "1", "dataset gsm8k": "2"}
+    Checkpointer(tmp_path, 1, inputs).save(state.replace(step=jnp.int32(1)))
+    for step, changes, kept in (
+        (2, {}, ["before", "after"]),
+        (2, {"dataset gsm8k": "3"}, ["before", "after"]),
+        (1, {}, ["before"]),
+        (1, {"eval_dataset arithmetic": "3"}, []),
+        (0, {}, []),
+    ):
+        write_evaluations(tmp_path, results)
+        assert list(_kept_evaluations(config, inputs | changes, step)) == list(read_evaluations(tmp_path)) == kept
 
 
 def test_every_file_that_a_policy_is_made_of_counts(tmp_path):
