@@ -277,7 +277,11 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             {"system_prompt": "", "importance_sampling_cap": None},
             "a system message of this program: a prompt",
         ),
-        ("dataset_name: a/b\nreward_funcs: accuracy_reward", {"answer_column": "solution"}, "dataset_name 'a/b': name"),
+        (  # which a run refuses
+            "dataset_name: a/b\nreward_funcs: accuracy_reward",
+            {"answer_column": "solution", "dataset": ("a/b",)},
+            "dataset_name 'a/b': no preset, so that a run refuses it: name a file",
+        ),
         ("use_peft: true\nload_in_4bit: true", {"weight_format": "nf4"}, ""),
         ("use_peft: true\nlora_target_modules: [all-linear]", {"lora_target_modules": PROJECTIONS}, ""),
         (
@@ -343,7 +347,6 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             {"reward_funcs": None, "dataset": ("gsm8k",)},
             "same; the nearest is overlong, with overlong_buffer",
         ),
-        ("dataset_name: a.jsonl", {}, "dataset_name 'a.jsonl': no such file: name a file as dataset"),
         ("reward_weights: [2]", {"reward_weights": (2.0,)}, "those of the functions that train(reward_funcs=…)"),
         ("seed: null\nlearning_rate:\nper_device_train_batch_size: null", {"seed": 42, "learning_rate": 1e-6}, ""),
         ("seed: 1", {}, "\n# dataset:  # to be set; left out, it is gsm8k\n# reward_funcs:  # to be set; left out"),
@@ -351,17 +354,16 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         ("dataset_name: a/b\ndatasets:\n- path: openai/gsm8k", {"dataset": ("gsm8k",)}, "'a/b': TRL reads datasets in"),
         (
             "datasets:\n- {path: openai/gsm8k, name: main, split: test}\n- {path: a/b, fraction: 2}",
-            {"dataset": ("gsm8k",), "prompt_column": "question"},
+            {"dataset": ("gsm8k", "a/b")},
             "# - name 'main' of datasets: a preset has its own\n"
             "# - split 'test' of datasets: no field has its meaning\n"
-            "# - datasets 'a/b': name a file as dataset, which datasets.load_dataset(…).to_json(FILE) writes, or give "
-            "records to train(train_dataset=…)\n# - fraction 2 of datasets: see dataset_weights\n",
+            "# - datasets 'a/b': no preset, so that a run refuses it: name a file as dataset, which "
+            "datasets.load_dataset(…).to_json(FILE) writes, or give records to train(train_dataset=…)\n"
+            "# - fraction 2 of datasets: see dataset_weights\n",
         ),
         (
-            "datasets:\n- {path: json, data_files: {train: a.jsonl, test: b.jsonl}, split: test, name: null}",
-            {"dataset": ("gsm8k",)},
-            "# - datasets 'b.jsonl': no such file: name a file as dataset, which "
-            "datasets.load_dataset(…).to_json(FILE) writes, or give records to train(train_dataset=…)\n"
+            "datasets:\n- {path: json, data_files: {train: a.jsonl, test: b}, split: test, name: null}",
+            {"dataset": ("b",)},
             "# - split 'test' of datasets: no field has its meaning\n",
         ),
     ],
@@ -479,11 +481,17 @@ def test_defaults_of_trl_that_are_others_here():
         ("a: [", "line 1 is not YAML"),
         ("reward_funcs: [a.b, c.d]\nreward_weights: [1]", "trl.yaml: 2 reward_funcs but 1 reward_weights: give each"),
         ("- a", "trl.yaml: it holds a list"),
+        ("dataset_name: a.csv", "trl.yaml: dataset_name 'a.csv': there is no such file or directory, looked for in {}"),
+        ("dataset_name: ./a/b", "trl.yaml: dataset_name './a/b': there is no such file or directory, looked"),
+        ("datasets:\n- {path: json, data_files: here/b.json}", "datasets 'here/b.json': there is no such file or"),
+        ("dataset_name: here/b", "trl.yaml: dataset_name 'here/b': there is no such file or directory, looked for in"),
     ],
 )
 def test_files_of_trl_that_make_no_config(text, words, tmp_path, capfd):
     path = tmp_path / "trl.yaml"
+    (tmp_path / "here").mkdir()
     path.write_text(text)
+    words = words.format(f"{Path.cwd()} and {tmp_path}")
     for more, said in ([], words), (["--seed", "3"], "--from-trl FILE stands alone"):
         assert train.main(["--from-trl", str(path), *more]) == 2
         error = capfd.readouterr().err

@@ -194,6 +194,13 @@ def _existing(path: str, beside: Path) -> Path | None:
     return next((found for found in (Path(path), beside / path) if path and found.exists()), None)
 
 
+def _is_path(dataset: str, beside: Path) -> bool:
+    """Whether the name of a dataset looks like that of a file or directory, not like one on the hub."""
+    parent, slash, _ = dataset.rpartition("/")
+    is_below = bool(slash) and (parent[:1] in ("", ".", "~") or _existing(parent, beside) is not None)
+    return is_below or Path(dataset).suffix in (*FILE_KINDS, ".csv")
+
+
 def _file_of(reward: str, beside: Path) -> str:
     """A reward by its import path as "file.py:function"; without such a file that of the working directory."""
     if ".py:" in reward:
@@ -204,7 +211,9 @@ def _file_of(reward: str, beside: Path) -> str:
 
 
 def _datasets(values: dict[str, Any], left_out: list[str], beside: Path) -> list[str]:
-    """Presets, files and directories in `datasets`, or else `dataset_name`."""
+    """Presets, files and directories in `datasets`, or else `dataset_name`; other names, which a run refuses, as they
+    are. Raises ConfigError for a file that is not there.
+    """
     entries, name, found = values.pop("datasets", None), values.pop("dataset_name", None), []
     presets = {preset.hub_id.lower(): name for name, preset in reversed(PRESETS.items())}
     if entries and name is not None:
@@ -218,10 +227,13 @@ def _datasets(values: dict[str, Any], left_out: list[str], beside: Path) -> list
             if here := presets.get(one.lower()) or _existing(one, beside):
                 found.append(str(here))
                 continue
-            missing = "no such file: " if Path(one).suffix in FILE_KINDS else ""
+            if _is_path(one, beside):
+                folders = " and ".join(dict.fromkeys((str(Path.cwd()), str(beside.absolute()))))
+                raise ConfigError(f"{key} {shown(one)}: there is no such file or directory, looked for in {folders}")
+            found.append(one)
             left_out.append(
-                f"{key} {shown(one)}: {missing}name a file as dataset, which datasets.load_dataset(…).to_json(FILE) "
-                "writes, or give records to train(train_dataset=…)"
+                f"{key} {shown(one)}: no preset, so that a run refuses it: name a file as dataset, which "
+                "datasets.load_dataset(…).to_json(FILE) writes, or give records to train(train_dataset=…)"
             )
         others = entry | ({} if split in ("train", None) else {"split": split})
         left_out += [
