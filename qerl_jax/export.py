@@ -5,6 +5,7 @@ All forms are written tensor by tensor, then read back and compared with the pol
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import shlex
@@ -15,6 +16,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
@@ -36,15 +38,18 @@ from qerl_jax.checkpoint.of_run import (
 )
 from qerl_jax.checkpoint.policy_tensors import DenseTensors, Replaced
 from qerl_jax.checkpoint.quantize import write_quantized
+from qerl_jax.checkpoint.reader import WeightReader
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_checkpoint
 from qerl_jax.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer, refuse_other_tokenizer
 from qerl_jax.checkpoint.write import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
 from qerl_jax.config import Config, ConfigError, flags
+from qerl_jax.data.files import DataError
 from qerl_jax.data.presets import PRESETS
-from qerl_jax.data.problems import BUNDLED, own_system_prompt
+from qerl_jax.data.problems import BUNDLED, check_dataset, own_system_prompt
 from qerl_jax.data.prompts import asks_for_answer
 from qerl_jax.messages import IN_MEMORY, shown
+from qerl_jax.models.config import tensors_of
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.reporting.console import say
 
@@ -64,6 +69,7 @@ _OF_EVALUATION = {
 Progress = Callable[[str, int, int], None]
 """Called with "write" or "check", and the numbers of tensors done and of all."""
 
+_UNSOUND = "{!r} was read back otherwise than it was to be written: is the disk sound?"
 _CARD = "README.md"  # the base's, which does not describe what was trained
 _QUANTIZATION_FILES = ("hf_quant_config.json", "recipe.yaml")  # ModelOpt's and llm-compressor's, besides config.json
 
@@ -201,8 +207,28 @@ def _write_base(source: Source, norms: Mapping[str, np.ndarray], directory: Path
             write_quantized(source.base, directory, tensors, config, source.model, "nvfp4", written, (_CARD,))
         else:
             _write_model(source.base, directory, tensors, progress, config, (_CARD,))
-    is_quantized = source.quantizes and source.weight_format == "nvfp4"
-    check_written(open_checkpoint(directory), tensors, progress, is_quantized)
+    written = open_checkpoint(directory)
+    if source.quantizes and source.weight_format == "nvfp4":
+        _check_quantized(source, directory, progress)
+        check_written(written, {name: tensors[name] for name in tensors if name in written})
+    else:
+        check_written(written, tensors, progress)
+
+
+def _check_quantized(source: Source, directory: Path, progress: Progress) -> None:
+    """Raise CheckpointError unless every projection read back is the policy's: codes, scales and global scales."""
+
+    def reader(place: Path) -> WeightReader:
+        kind = hf_config.stored_quantization(place)
+        return WeightReader(open_checkpoint(place), source.model, kind, source.weight_format, np.float32, "xla")
+
+    written, wanted, layers = reader(directory), reader(source.base), source.model.num_layers
+    for layer in range(layers):
+        for spec in (spec for spec in tensors_of(source.model) if spec.kind == "projection"):
+            found, own = (jax.tree.leaves(of.read(spec, layer)) for of in (written, wanted))
+            if any(one.tobytes() != other.tobytes() for one, other in zip(found, own, strict=True)):
+                raise CheckpointError(_UNSOUND.format(spec.modules(layer)[0]))
+        progress("check", layer + 1, layers)
 
 
 def _write_model(
@@ -229,16 +255,12 @@ def check_written(
     written: Mapping[str, np.ndarray],
     wanted: Mapping[str, np.ndarray],
     progress: Progress = lambda stage, done, total: None,
-    is_quantized: bool = False,
 ) -> None:
-    """Raise CheckpointError unless every tensor read back is the wanted one: its bits, or its fp32 value rounded once.
-    `is_quantized`: tensors that were quantized are not among those read back by their names.
-    """
+    """Raise CheckpointError unless every tensor read back is the wanted one: its bits, or its fp32 value rounded."""
     for done, (name, value) in enumerate(wanted.items(), 1):
-        if name in written or not is_quantized:
-            found = written.get(name)
-            if found is None or found.tobytes() != value.astype(found.dtype).tobytes():
-                raise CheckpointError(f"{name!r} was read back otherwise than it was to be written: is the disk sound?")
+        found = written.get(name)
+        if found is None or found.tobytes() != value.astype(found.dtype).tobytes():
+            raise CheckpointError(_UNSOUND.format(name))
         progress("check", done, len(wanted))
 
 
@@ -261,13 +283,15 @@ def _commands(kind: str, source: Source, reader: AdapterReader | None, out: Path
 def _evaluation(config: Config) -> tuple[list[str], str]:
     """Flags of an evaluation with a run's own prompts, limits and sampling, and a comment on those to fill in."""
     words, missing, defaults = [], [], Config()
-    known = [name for name in (config.eval_dataset, *config.dataset) if name and name not in IN_MEMORY]
+    on_disk = [name for name in (config.eval_dataset, *config.dataset) if name and name not in IN_MEMORY]
+    presets = [PRESETS.get(name.partition(":")[0]) for name in on_disk]
+    known = [name for name, preset in zip(on_disk, presets, strict=True) if preset is None or preset.answers]
     words += ["--dataset", known[0] if known else "FILE"]
     if not known:
-        missing.append("FILE: problems with answers, in place of the run's records in memory")
-    preset = PRESETS.get(known[0].partition(":")[0]) if known else None
-    if preset is not None and "test" not in preset.splits:
-        words += ["--split", preset.splits[0]]
+        instead = f"{on_disk[0]}, which has none" if on_disk else "the run's records in memory"
+        missing.append(f"FILE: problems with answers, in place of {instead}")
+    elif _has(known[0], "train") and not _has(known[0], "test"):
+        words += ["--split", "train"]
     if config.eval_dataset in known:
         words += ["--samples", str(config.eval_samples)]
     words += ["--max-prompt-length", str(config.max_prompt_length)]
@@ -279,6 +303,13 @@ def _evaluation(config: Config) -> tuple[list[str], str]:
                 missing.append("COLUMN: the column of the answers, as the run had none")
             words += [f"--{name.replace('_', '-')}", str(value)]
     return words, f"  # {'; '.join(missing)}" if missing else ""
+
+
+def _has(dataset: str, split: str) -> bool:
+    with contextlib.suppress(DataError):
+        check_dataset(dataset, split)
+        return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

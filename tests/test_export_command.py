@@ -84,6 +84,12 @@ OWN_PROBLEMS = {
         ),
         ({"eval_dataset": "eval_dataset"}, "--dataset gsm8k --max-prompt-length 512 --adapter A"),
         ({"dataset": "bigmath"}, "--dataset bigmath --split train --max-prompt-length 512 --adapter A"),
+        ({"dataset": "ROWS"}, "--dataset ROWS --split train --max-prompt-length 512 --adapter A"),
+        (
+            {"dataset": "codeforces"},
+            "--dataset FILE --max-prompt-length 512 --adapter A  # FILE: problems with answers, in place of "
+            "codeforces, which has none",
+        ),
         (
             {"dataset": "train_dataset", "eval_dataset": "gsm8k", "prompt_format": "think_answer"},
             "--dataset gsm8k --samples 200 --max-prompt-length 512 --prompt-format think_answer --adapter A",
@@ -91,7 +97,11 @@ OWN_PROBLEMS = {
     ],
 )
 def test_the_command_behind_an_adapter(changes, words, tmp_path):
-    """Where problems or answers were in memory alone, it says so."""
+    """Where problems or answers were in memory alone, it says so. ROWS is a directory of a training set alone."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/train.jsonl").touch()
+    changes = {name: str(tmp_path / "rows") if value == "ROWS" else value for name, value in changes.items()}
+    words = words.replace("ROWS", str(tmp_path / "rows"))
     base = small.bf16(tmp_path / "model", shards=1)
     source = Source(tmp_path, base, "B", None, tmp_path, Config("B", max_prompt_length=512, **changes))
     assert _commands("peft", source, None, Path("A")) == [f"python -m qerl_jax.evaluate B {words}"]

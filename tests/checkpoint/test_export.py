@@ -3,6 +3,7 @@ bit.
 """
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -225,7 +226,9 @@ def test_vllm_base_keeps_quantized_shards(tmp_path):
 
 
 def test_vllm_base_is_written_only_where_it_differs(tmp_path):
-    """A run that quantized its base while loading is served on that, one that trained LoRA alone on the original."""
+    """A run that quantized its base while loading is served on that, one that trained LoRA alone on the original. A bit
+    that a disk turns before all is read back is found.
+    """
     base = make(tmp_path / "base")
     adapter = stored(trained(base, ALL, norms=False), tmp_path / "adapter", norms=False)
     (use,) = export(adapter, tmp_path / "plain", "vllm", str(base))
@@ -236,6 +239,20 @@ def test_vllm_base_is_written_only_where_it_differs(tmp_path):
     ours, theirs = (st.open_checkpoint(folder) for folder in (tmp_path / "quantized/base", tmp_path / "expected"))
     assert set(ours) == set(theirs)
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    module = "model.layers.1.mlp.down_proj"
+
+    def turn_bit(suffix: str, stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("check", 1):
+            file, _, place = st.open_checkpoint(tmp_path / ".damaged.writing/base").names[f"{module}.{suffix}"]
+            content = bytearray(file.read_bytes())
+            content[place] ^= 1
+            with file.open("r+b") as opened:
+                opened.write(content)
+
+    for suffix in ("weight_packed", "weight_scale", "weight_global_scale"):
+        with pytest.raises(st.CheckpointError, match=f"'{module}' was read back otherwise"):
+            given = adapter, tmp_path / "damaged", "vllm", str(base), "nvfp4"
+            export(*given, progress=functools.partial(turn_bit, suffix))
 
 
 def test_peft_loads_as_it_is(tmp_path):
