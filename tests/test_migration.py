@@ -307,7 +307,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         ("lr_scheduler_type: constant_with_warmup", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),
         ("epsilon: 0.1", {"epsilon": 0.1, "epsilon_high": 0.1}, ""),
         ("loss_type: cispo", {"loss_type": "cispo", "epsilon_high": None}, ""),
-        ("system_prompt: s", {"system_prompt": "s"}, "answer_column\n# - no limit of prompts"),
+        ("system_prompt: s", {"system_prompt": "s"}, "**kwargs\n# - no limit of prompts"),
         ("dtype: float32\nbf16: false", {"dtype": "float32"}, ""),
         ("dtype: float32", {"dtype": "bfloat16"}, ""),
         (
@@ -454,7 +454,7 @@ def test_a_file_that_trl_reads_is_the_dataset(key, folder, up, tmp_path, monkeyp
     (tmp_path / "mine.yaml").write_text(text)
     config = load(tmp_path / "mine.yaml")
     assert config.dataset == (f"{up}rows.jsonl",) and config.answer_column == "answer"
-    assert config.reward_columns == ("level", "source") and config.reward_funcs == (f"{up}rewards.py:mine",)
+    assert config.reward_columns == ("answer", "level", "source") and config.reward_funcs == (f"{up}rewards.py:mine",)
     assert (
         "# - columns of rewards: reward_columns has" in text and "name a file" not in text and "to be set" not in text
     )

@@ -52,7 +52,7 @@ OF_FUNCTIONS = {
         "seed": 0, "system_prompt": "", "max_prompt_length": 512, "engine": None, "sample": None, "replicas": ALONE,
     },
     "encode_problems": {"overlong": "drop"},
-    "export_adapter": {"norms": True, "base_model": None},
+    "export_adapter": {"norms": True, "base_model": None, "beside_others": False},
     "generate": {"engine": None, "limits": None, "on_progress": "<lambda>"},
     "group_advantages": {"scale_rewards": "group"},
     "grpo_step": {"plan": None, "drawn": None, "token_loss": None, "with_reference": False, "replicas": ALONE},

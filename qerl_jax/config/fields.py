@@ -111,7 +111,8 @@ class Config:
     """Answer column of such a file; only the text after the last "####" counts, as in GSM8K. "": none, where rewards of
     your own need no answer."""
     reward_columns: tuple[str, ...] = ()
-    """Further columns passed to the rewards, each as a list of that name."""
+    """Further columns passed to the rewards, each as a list of that name. "answer": functions of your own get that
+    column as the dataset has it, as in TRL, not the text of the gold answer."""
     data_order: str = "shuffled"
     """Order of the training problems: "shuffled", anew in each epoch by the seed; "sequential", that of the dataset; or
     the name of a column by which they are sorted, smallest first (curriculum; texts as in a dictionary, "10" before

@@ -135,11 +135,11 @@ def _data(values: dict[str, Any], left_out: list[str], beside: Path) -> dict[str
         asked = [column for file in files.values() for column in columns_of(file)]
         gold = "solution" if "accuracy_reward" in names else "answer" if "answer" in asked else ""
         fields |= {"prompt_column": "prompt", "answer_column": gold, "system_prompt": ""}
-        if further := list(dict.fromkeys(column for column in asked if column != "answer")):
-            fields["reward_columns"] = further
+        if asked:
+            fields["reward_columns"] = list(dict.fromkeys(asked))
         left_out.append(
             "columns of rewards: reward_columns has the parameters of functions whose files were found; add by hand "
-            "what others need, or take from **kwargs; `answer` is the column of answer_column"
+            "what others need, or take from **kwargs"
         )
         if "system_prompt" not in values:
             left_out.append("a system message of this program: a prompt keeps its own")

@@ -20,7 +20,7 @@ from qerl_jax.data.presets import (
     gold_answer,
 )
 from qerl_jax.messages import IN_MEMORY, Given, below, is_unicode
-from qerl_jax.rewards.outcomes import GIVEN_COLUMNS
+from qerl_jax.rewards.outcomes import GIVEN_COLUMNS, STORED_ANSWER
 
 MAX_CHARACTERS = 1_000_000
 """Longest text of a prompt's message or an answer: some 250,000 tokens, encoded in a second."""
@@ -30,7 +30,7 @@ of clauses (the others) training never has; generated, by a program that git has
 """
 _BUNDLED_FILES = Path(__file__).resolve().parent.parent / "assets" / BUNDLED
 ROLES = ("system", "user", "assistant")
-_TAKEN = frozenset({"prompts", "completions", "answer", *GIVEN_COLUMNS})  # arguments of every reward
+_TAKEN = frozenset({"prompts", "completions", STORED_ANSWER, *GIVEN_COLUMNS})  # arguments of every reward
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from qerl_jax.messages import Given, below
 from qerl_jax.rewards import code as programs
 from qerl_jax.rewards import mathematics
 from qerl_jax.rewards.answers import same_answer
-from qerl_jax.rewards.outcomes import FLAGS, NOT_PASSED, Reward, RewardError, Unparsed
+from qerl_jax.rewards.outcomes import FLAGS, NOT_PASSED, STORED_ANSWER, Reward, RewardError, Unparsed
 from qerl_jax.rewards.statements import stated_answer
 
 _BETWEEN = re.compile(r"</think>\s*<answer>")
@@ -163,7 +163,8 @@ def score(
       prompts, completions: one for each row. Where a prompt is a list of messages, functions of the user's get the
         completion as such a list, too.
       answers: one for each row, or none, as without an `answer_column`: then no reward gets `answer`.
-      columns: further columns, passed to the rewards by name.
+      columns: further columns, passed to the rewards by name; `answer` to functions of the user's alone, which then
+        get it in the place of `answers`.
 
     Returns the totals and the components: "NAME" has each reward's values with NaN for None, "NAME/FLAG" has 1 where
     the flag of `FLAGS` was raised. The total is NaN where every reward is None or grading failed; such a completion
@@ -193,10 +194,10 @@ def score(
 def as_rows(
     prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str], /, **columns: Sequence[object]
 ) -> dict[str, list[Any]]:
-    """What `score` calls rewards with."""
+    """What `score` calls rewards with; a column `answer` has the name `STORED_ANSWER`."""
     own = {"answer": list(answers)} if answers else {}
     rows = {"prompts": list(prompts), "completions": list(completions)} | own
-    return rows | {column: list(values) for column, values in columns.items()}
+    return rows | {STORED_ANSWER if name == "answer" else name: list(values) for name, values in columns.items()}
 
 
 def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> list[float | None]:

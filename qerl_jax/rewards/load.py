@@ -14,7 +14,7 @@ from typing import Any
 
 from qerl_jax.messages import Given
 from qerl_jax.rewards import functions
-from qerl_jax.rewards.outcomes import Reward, RewardError, TimedOut
+from qerl_jax.rewards.outcomes import STORED_ANSWER, Reward, RewardError, TimedOut
 from qerl_jax.rewards.pool import Rows, WorkerPool
 
 IN_WORKERS = ("math_verify", "code")
@@ -112,11 +112,15 @@ class _Here:
         return [begun[i] if i in begun else self.begin(name, rows) for i, rows in enumerate(tasks)]
 
 
-def _as_messages(task: dict[str, Any]) -> dict[str, Any]:
-    """The rows of a prompt as TRL passes them: completions are lists of messages where the prompt is one."""
-    if not isinstance(task["prompts"][0], list):
-        return task
-    return task | {"completions": [[{"role": "assistant", "content": text}] for text in task["completions"]]}
+def _as_in_trl(task: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a prompt as TRL passes them: completions are lists of messages where the prompt is one, the answer is
+    the dataset's own where `reward_columns` asks for it.
+    """
+    if STORED_ANSWER in task:
+        task["answer"] = task.pop(STORED_ANSWER)
+    if isinstance(task["prompts"][0], list):
+        task["completions"] = [[{"role": "assistant", "content": text}] for text in task["completions"]]
+    return task
 
 
 class _TaskwiseReward:
@@ -140,7 +144,7 @@ class _TaskwiseReward:
             prompt = rows.get("prompt_index", rows["prompts"])
             indices = [list(task) for _, task in groupby(range(count), key=lambda i: prompt[i])]
         tasks = [{name: [column[i] for i in chosen] for name, column in rows.items()} for chosen in indices]
-        return tasks if self._name in functions.BUILT_IN else [_as_messages(task) for task in tasks]
+        return tasks if self._name in functions.BUILT_IN else [_as_in_trl(task) for task in tasks]
 
     def __call__(self, **rows: Sequence[Any]) -> list[float | None]:
         count, tasks, begun = len(rows["completions"]), self._tasks(rows), {}

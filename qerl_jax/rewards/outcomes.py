@@ -12,6 +12,10 @@ GIVEN_COLUMNS = ("prompt_index", "completion_lengths", "max_completion_length", 
 """Columns that training passes to every reward: the prompt's place in the batch (equal texts can be two prompts), then
 tokens, tokens, tokens, seconds."""
 
+STORED_ANSWER = "stored_answer"
+"""Column in which `answer` of `reward_columns` travels beside the text of the gold answer; functions of the user's get
+it as `answer`."""
+
 NOT_PASSED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL passes to a reward and training here does not."""
 

@@ -71,10 +71,12 @@ def reward_rows(
       prompt_index: place of each row's problem among them.
       completions, lengths: text and tokens of each row's completion.
     """
-    rows, names = [problems[place] for place in prompt_index], sorted({n for item in problems for n in item.extra})
+    rows, names = [problems[place] for place in prompt_index], {n for item in problems for n in item.extra}
+    if "answer" not in config.reward_columns:  # data_order may ask for it
+        names -= {"answer"}
     answers = [row.answer for row in rows] if config.answer_column else []
     return ([row.as_rewards_see_it for row in rows], completions, answers), {
-        **{name: [row.extra.get(name) for row in rows] for name in names},
+        **{name: [row.extra.get(name) for row in rows] for name in sorted(names)},
         "prompt_index": list(prompt_index),
         "completion_lengths": list(lengths),
         "max_completion_length": [config.max_completion_length] * len(rows),

@@ -58,8 +58,8 @@ def test_columns(tmp_path, suffix):
         words = rf"data\{suffix} has no column '{column}'; its columns are \[.*'level'.*\]: {told}"
         with pytest.raises(DataError, match=words):
             load_dataset(path, "train", **flags)
-    with pytest.raises(DataError, match=r"\['answer'\] are arguments that every reward has"):
-        load_dataset(path, "train", "problem", "solution", reward_columns=["answer"])
+    with pytest.raises(DataError, match=r"\['prompts'\] are arguments that every reward has"):
+        load_dataset(path, "train", "problem", "solution", reward_columns=["prompts"])
 
 
 @pytest.mark.parametrize("first", range(5))

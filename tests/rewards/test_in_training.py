@@ -96,7 +96,8 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     """
     seen = []
 
-    def longer(prompts, completions, solution, **_):
+    def longer(prompts, completions, solution, answer, **_):
+        assert answer == [3 + solution[0][0]] * 4  # a number as in the records, a text to the reward "answer"
         seen.append((prompts, completions, solution))
         return [float(len(completion[0]["content"])) for completion in completions]
 
@@ -106,11 +107,11 @@ def test_a_trl_users_functions_and_records(tmp_path, capsys):
     talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
     questions = [[*talk, {"role": "user", "content": f"Tom has {n} apples. How many?"}] for n in (3, 4, 5, 6)]
     records = datasets.Dataset.from_dict(
-        {"prompt": questions, "answer": list("3456"), "solution": [[n] for n in range(4)], "unused": list("abcd")}
+        {"prompt": questions, "answer": [3, 4, 5, 6], "solution": [[n] for n in range(4)], "unused": list("abcd")}
     )
     config = short(
-        tmp_path, prompt_column="prompt", reward_columns=("solution",), max_steps=1, sigma_start=0.0, sigma_end=0.0,
-        reward_funcs=None, reward_weights=(2.0, 1.0, 4.0),
+        tmp_path, prompt_column="prompt", reward_columns=("solution", "answer"), max_steps=1, sigma_start=0.0,
+        sigma_end=0.0, reward_funcs=None, reward_weights=(2.0, 1.0, 4.0),
     )  # fmt: skip
     given = {"reward_funcs": [longer, half, "answer"], "train_dataset": records}
     given["problems"] = lambda step: [3 - step, 1]

@@ -41,7 +41,8 @@ def ranked(prompts, completions, hint, prompt_index, **_):
 
 def test_columns_of_each_row_are_those_of_its_prompt():
     """Two prompts of different datasets, in any order of their completions."""
-    problems = [Problem(0, "3?", "c", extra={"level": 3}), Problem(1, "4?", "d", extra={"level": 4, "hint": "b"})]
+    extras = {"level": 3, "answer": 7}, {"level": 4, "hint": "b"}
+    problems = [Problem(0, "3?", "c", extra=extras[0]), Problem(1, "4?", "d", extra=extras[1])]
     config = Config("tiny", max_completion_length=10, overlong_buffer=2, reward_timeout=5)
     rows, columns = reward_rows(config, problems, [1, 0, 0], ["x", "y", "z"], [7, 8, 9])
     assert rows == (["4?", "3?", "3?"], ["x", "y", "z"], ["d", "c", "c"])
@@ -49,6 +50,8 @@ def test_columns_of_each_row_are_those_of_its_prompt():
         "level": [4, 3, 3], "hint": ["b", None, None], "prompt_index": [1, 0, 0], "completion_lengths": [7, 8, 9],
         "max_completion_length": [10] * 3, "overlong_buffer": [2] * 3, "reward_timeout": [5.0] * 3,
     }  # fmt: skip
+    asked = dataclasses.replace(config, reward_columns=("answer",))  # not by data_order alone
+    assert reward_rows(asked, problems, [1, 0], ["x", "y"], [7, 8])[1]["answer"] == [None, 7]
     assert reward_rows(dataclasses.replace(config, answer_column=""), problems, [0], ["x"], [1])[0][2] == []
 
 
