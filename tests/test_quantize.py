@@ -104,7 +104,7 @@ def test_refusals_leave_nothing_behind(quantized, tmp_path, capsys):
 
 def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):
     models = tmp_path / "models"
-    source = small.bf16(models / "bf16", shards=1)
+    source = small.bf16(models / "bf16", shards=2)
     notes = tmp_path / "notes"
     notes.mkdir()
     (notes / "config.json").write_text("{}")
@@ -135,7 +135,8 @@ def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):
     quantize_checkpoint(source, tmp_path / "out")
     assert quantize.main([str(source), str(tmp_path / "out"), "--overwrite"]) == 0
     written, command = capsys.readouterr().out.splitlines()[-2:]
-    size = (tmp_path / "out" / "model.safetensors").stat().st_size / 1e9
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == 2 and (size := sum(file.stat().st_size for file in files) / 1e9)
     assert written == f"wrote {tmp_path}/out: nvfp4, {size:.3g} GB; train it with"
     assert f"--model {tmp_path}/out --dataset" in command
 

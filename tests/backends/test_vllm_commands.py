@@ -16,7 +16,6 @@ from qerl_jax.evaluate import parse, run
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.parallel import Replicas
 from qerl_jax.reporting.metrics import read_metrics
-from qerl_jax.run.prepare import check
 from qerl_jax.train import main, train
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
@@ -82,7 +81,7 @@ def test_the_devices_of_every_replica_count(stand_in):
         with pytest.raises(ConfigError, match=f"^backend 'vllm' uses one GPU, this run has {count * each}:"):
             run(*parse(flags), generate, Replicas(0, count, None, each))
         with pytest.raises(ConfigError, match=f"^rollout_backend 'vllm' uses one GPU, this run has {count * each}:"):
-            check(config, count, each)
+            train(config, dry_run=True, replicas=Replicas(0, count, None, each))
 
 
 def test_a_run_samples_by_vllm_with_the_policy_of_each_step(stand_in, tmp_path, nothing_compiled_ahead):

@@ -203,6 +203,14 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
         "The reward is 2 × spy, 0.5 × other. It pays:",
         "  2.5 for an unreadable answer, 'I do not know.' (spy 1, other 1)",
     ]
+    hub = dataclasses.replace(
+        config, dataset=("gsm8k",), overlong_prompts="drop"
+    )  # of a made-up prompt the end is shown
+    whole, end = (
+        list(sample_lines(dataclasses.replace(hub, max_prompt_length=most), Rewards(**paying), tokenizer, []))[1]
+        for most in (400, 9)
+    )
+    assert whole.endswith(end) and "a problem of gsm8k" in whole and len(end) < len(whole)
 
 
 def test_objects_that_are_no_rewards_and_no_records(tmp_path):

@@ -277,7 +277,11 @@ def test_few_sequences_beside_a_long_segment_give_the_same_update(micro):
     wanted = grpo_step(state, micro.frozen, batch)
     usual = make_update_plan(state, micro.frozen, longest=LENGTH)
     few = dataclasses.replace(usual, pack=dataclasses.replace(usual.pack, short=4, suffixes_beside_long=3))
-    found = assigned(few, batch, needs_advantage=False)
+    found, idle = assigned(few, batch, needs_advantage=False), batch.replace(advantages=batch.advantages.at[7].set(0))
+    trained, has_advantage = np.asarray(batch.loss_mask).any(1), np.asarray(idle.advantages) != 0
+    for own, wanted_rows in ((found, trained), (assigned(few, idle, True), trained & has_advantage)):
+        rows = [row for some, _ in own for row in some.rows.tolist() if row >= 0]
+        assert sorted(rows) == np.flatnonzero(wanted_rows).tolist()
     sequences = collections.defaultdict(list)
     for some, kind in found:
         sequences[kind.longest_suffix].append(int((some.rows >= 0).sum()))

@@ -298,6 +298,9 @@ def test_slots_that_fit_a_memory_limit(policy):
         for extra in (0, 1):
             shapes = choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=(need + extra) / 1e9))
             assert (shapes.slots, shapes.prompt_slots, shapes.cache_bytes) == (slots, prompts, need)
+    for fitting, slots in ((7, 7), (8, 8), (13, 8)):  # beyond 8 a multiple of 8
+        fits = Engine(memory_gb=256 * (8 * fitting + 8 * min(fitting, 8)) / 1e9)
+        assert choose_shapes(policy, 8, 2, 5, 8, fits).slots == slots
     roomy = choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=256 * 8 * (8 + 32) / 1e9))
     assert (roomy.slots, roomy.prompt_slots, roomy.cache_bytes) == (8, 32, 256 * 8 * (8 + 32))
     assert choose_shapes(policy, 4, 2, 5, 8, Engine(slots=3)).slots == 3

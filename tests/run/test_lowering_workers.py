@@ -66,7 +66,7 @@ def test_a_worker_lowers_what_the_run_would(tmp_path, tiny_dir, is_on_gpu):
         while not names <= {file.name for file in kept.directory.glob("*")} and time.monotonic() < end:
             time.sleep(0.05)
         [worker] = workers.processes
-        worker.stdin.write(b"\x80\x05")  # a part of a message
+        worker.stdin.write(b"\x80\x05\x95")  # a part of a message
         worker.stdin.close()  # as the end of this process would, whatever ends it
         assert worker.wait(60) == 0
     found = [{file.name: pickle.loads(file.read_bytes()[32:]) for file in x.directory.iterdir()} for x in (own, kept)]

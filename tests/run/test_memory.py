@@ -59,6 +59,12 @@ def test_weights_are_packed_where_the_gpu_that_is_asked_about_has_kernels(monkey
     for gpu, kind in ((H200, PackedNvfp4), (None, Nvfp4)):
         policy, _ = abstract_run(Config("tiny", weight_format="nvfp4"), gpu=gpu)
         assert type(policy.frozen["layers"][0]["mlp"]["down_proj"]["weight"]) is kind
+    sizes = {"tensor_parallel": 2, "gpu": H200}, {"tensor_parallel": 1}  # a packed part counts for the whole
+    packed, plain = (
+        [row.parameters for row in memory.parameter_rows(*abstract_run(Config("tiny", weight_format="nvfp4"), **size))]
+        for size in sizes
+    )
+    assert packed == plain
 
 
 def test_the_parameter_table_says_where_noise_is_added():
