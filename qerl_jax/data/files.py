@@ -16,6 +16,7 @@ import numpy as np
 from qerl_jax.messages import parse_json
 
 FILE_KINDS = (".jsonl", ".json", ".parquet")
+_Float = type[np.float16] | type[np.float32]
 _ROWS_AT_ONCE = 256  # parquet rows a read: few, because a row of a code dataset can hold a megabyte of tests
 
 
@@ -68,7 +69,14 @@ def _open_parquet(path: Path, wanted: Collection[str]) -> Source:
     if twice:
         raise DataError(f"{path} has two columns {twice[0]!r}")
 
-    singles = {field.name for field in file.schema_arrow if field.type == pyarrow.float32()}
+    kinds = {pyarrow.float16(): np.float16, pyarrow.float32(): np.float32}
+
+    def kind_of(column: pyarrow.DataType) -> _Float | None:
+        while hasattr(column, "value_type"):  # a list
+            column = column.value_type
+        return kinds.get(column)
+
+    narrow = {field.name: kind for field in file.schema_arrow if (kind := kind_of(field.type))}
 
     def records() -> Iterator[tuple[str, dict[str, Any]]]:
         number = itertools.count(1)
@@ -76,18 +84,24 @@ def _open_parquet(path: Path, wanted: Collection[str]) -> Source:
             with file:
                 for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[name for name in names if name in wanted]):
                     for row in batch.to_pylist():
-                        yield f"row {next(number)}", _as_written(row, singles)
+                        yield f"row {next(number)}", _as_written(row, narrow)
         except broken as error:
             raise bad(error) from error
 
     return Source(str(path), names, records())
 
 
-def _as_written(row: dict[str, Any], singles: Collection[str]) -> dict[str, Any]:
-    """A record whose float32 columns `singles` have the shortest decimal of their type: as a Python float 2.55 is
-    2.549999952316284.
+def _as_written(row: dict[str, Any], narrow: Mapping[str, _Float]) -> dict[str, Any]:
+    """A record whose columns `narrow`, floats or lists of them, have the shortest decimal of their type: as a Python
+    float 2.55 of float32 is 2.549999952316284.
     """
-    return row | {name: float(str(np.float32(row[name]))) for name in singles if row.get(name) is not None}
+
+    def written(value: Any, kind: _Float) -> Any:
+        if isinstance(value, list):
+            return [written(item, kind) for item in value]
+        return None if value is None else float(str(kind(value)))
+
+    return row | {name: written(row[name], kind) for name, kind in narrow.items() if name in row}
 
 
 def open_rows(where: str, rows: Iterable[Any], wanted: Collection[str]) -> Source:
@@ -95,15 +109,22 @@ def open_rows(where: str, rows: Iterable[Any], wanted: Collection[str]) -> Sourc
     mappings. Raises DataError for another kind of row, while the records are read.
     """
     features = getattr(rows, "features", None) or {}
-    singles = {name for name, feature in features.items() if getattr(feature, "dtype", "") == "float32"}
+    narrow = {name: kind for name, feature in features.items() if name in wanted and (kind := _kind_of(feature))}
     kept = rows.select_columns([name for name in features if name in wanted]) if features else rows
 
     def records() -> Iterator[tuple[str, dict[str, Any]]]:
         for number, row in enumerate(kept, 1):
             place = f"row {number}"
-            yield place, _as_written(_object(row, where, place), singles & wanted)
+            yield place, _as_written(_object(row, where, place), narrow)
 
     return Source(where, list(features), records())
+
+
+def _kind_of(feature: Any) -> _Float | None:
+    """Of a column of `datasets`, or of the items of its lists."""
+    while (items := getattr(feature, "feature", None)) is not None:
+        feature = items
+    return {"float16": np.float16, "float32": np.float32}.get(getattr(feature, "dtype", ""))
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -145,12 +166,14 @@ def _object(row: Any, where: Path | str, place: str) -> dict[str, Any]:
 def split_files(directory: Path, split: str, subset: str | None = None) -> list[Path]:
     """Files of a split in a directory, sorted by name. A file belongs to the split whose name stands before the first
     `-`, `_` or `.`, such as `train.jsonl` and `train-00000-of-00002.parquet`, not `train1.parquet`. They lie in
-    the directory itself or, as the hub lays datasets out, in its folder `data/` or that of the subset.
+    the directory itself or, as the hub lays datasets out, in its folder `data/` or that of the subset, where that holds
+    data files.
 
     Raises DataError if there are none, or files of two kinds.
     """
-    folders = [folder for name in (subset, "data") if name and (folder := directory / name).is_dir()]
-    folder = (folders or [directory])[0]
+    folders = [folder for name in (subset, "data") if name and (folder := directory / name).is_dir()] + [directory]
+    filled = (folder for folder in folders if any(path.suffix in FILE_KINDS for path in folder.iterdir()))
+    folder = next(filled, folders[0])
     files = sorted(
         path for path in folder.iterdir() if path.suffix in FILE_KINDS and re.split("[-_.]", path.name)[0] == split
     )

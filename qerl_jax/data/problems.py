@@ -309,8 +309,8 @@ def _check_columns(where: str, columns: set[str], preset: Preset, extra: tuple[s
 def _problem(
     record: Mapping[str, Any], preset: Preset, extra: tuple[str, ...], system: str | None, problem_id: int
 ) -> Problem:
-    """The problem of a record; `system` replaces a conversation's own system message, "" removes it, None keeps it.
-    Raises Unusable.
+    """The problem of a record; `system` replaces a conversation's own system message, "" and None keep it; None adds
+    the preset's where there is none. Raises Unusable.
     """
     messages = None
     value = record.get(preset.prompt_column)

@@ -89,6 +89,8 @@ def test_a_subsets_own_folder_comes_before_data(tmp_path):
     assert split_files(tmp_path, "train", "level_5") == [tmp_path / "level_5" / "train.jsonl"]
     for subset in (None, "level_4"):
         assert split_files(tmp_path, "train", subset) == [tmp_path / "data" / "train.jsonl"]
+    (tmp_path / "data/train.jsonl").rename(tmp_path / "train.jsonl")  # data/ is empty now
+    assert split_files(tmp_path, "train") == [tmp_path / "train.jsonl"]
 
 
 def test_directories(tmp_path):
@@ -326,19 +328,21 @@ def test_only_wanted_columns_of_a_parquet_file_are_read(tmp_path):
     assert list(source.records) == [("row 1", {"question": "q"})]
 
 
-def test_a_float32_value_is_the_decimal_that_was_written(tmp_path):
-    """And a missing one is none, for a reward as for a gold answer."""
+@pytest.mark.parametrize("kind", [pyarrow.float32(), pyarrow.float16()])
+def test_a_narrow_float_is_the_decimal_that_was_written(kind, tmp_path):
+    """Alone or in a list; and a missing one is none, for a reward as for a gold answer."""
     columns = {
         "question": ["p", "q", "r", "s"],
-        "answer": pyarrow.array([2.55, 0.1, 3.0, 4.0], pyarrow.float32()),
+        "answer": pyarrow.array([2.55, 0.1, 3.0, 4.0], kind),
         "level": pyarrow.array([0.3, 0.0, 1.7, None], pyarrow.float32()),
+        "parts": pyarrow.array([[0.7], [], [1.1, 2.0], []], pyarrow.list_(kind)),
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     memory = datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"), cache_dir=str(tmp_path))
     for name in str(tmp_path / "a.parquet"), Given("train_dataset", memory):
-        dataset = load_dataset(name, "train", reward_columns=["level"])
-        found = [(problem.answer, problem.extra["level"]) for problem in dataset.problems]
-        assert found == [("2.55", 0.3), ("0.1", 0.0), ("3", 1.7)]
+        dataset = load_dataset(name, "train", reward_columns=["level", "parts"])
+        found = [(problem.answer, problem.extra["level"], problem.extra["parts"]) for problem in dataset.problems]
+        assert found == [("2.55", 0.3, [0.7]), ("0.1", 0.0, []), ("3", 1.7, [1.1, 2.0])]
         assert "left out 1 of 4 records: 1 × no 'level' (first: " in dataset.notes[0]
 
 
