@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from qerl_jax.messages import shown
 
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory beside `target` that takes its place when the block ends without an error, and vanishes
-    when it does not. What a killed writer of the same target left is removed; if it was killed between the two
-    renames, the old directory returns to its place first. Raises FileExistsError while another process writes there.
+    """A temporary directory beside `target` that takes its place, with the mode of the umask, when the block ends
+    without an error, and vanishes when it does not. What a killed writer of the same target left is removed; if it was
+    killed between the two renames, the old directory returns to its place first. Raises FileExistsError while another
+    process writes there.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -28,8 +30,11 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         _settle(target, old)
         for rest in temporary.iterdir():
             _remove(rest)
+        (new := temporary / "new").mkdir()
+        mode = stat.S_IMODE(new.stat().st_mode)
+        new.rmdir()
         yield temporary
-        temporary.chmod(0o755)
+        temporary.chmod(mode)
         if os.path.lexists(target):
             os.replace(target, old)
         os.replace(temporary, target)

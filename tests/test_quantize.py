@@ -133,7 +133,11 @@ def test_overwrite_replaces_no_source_and_nothing_but_a_model(tmp_path, capsys):
         assert said in " ".join(capsys.readouterr().err.split())
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     quantize_checkpoint(source, tmp_path / "out")
+    kept = {path.name for path in source.iterdir()}
+    for others in ("m.gguf", "tf_model.h5", "flax_model.msgpack", "m.onnx", "pytorch_model.bin.index.json"):
+        (source / others).touch()
     assert quantize.main([str(source), str(tmp_path / "out"), "--overwrite"]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == kept  # no stale weights
     written, command = capsys.readouterr().out.splitlines()[-2:]
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) == 2 and (size := sum(file.stat().st_size for file in files) / 1e9)

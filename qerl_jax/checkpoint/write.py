@@ -18,6 +18,9 @@ BASE_PART, ADAPTER_PART = "base", "adapter"
 """Directories of an export that serves an adapter beside the base it belongs to."""
 
 
+_WEIGHTS = (".safetensors", ".bin", ".npz", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
 def check_output(sources: Iterable[Path], dst: Path, overwrite: bool, adapters: bool = False) -> None:
     """Raise FileExistsError if `dst` exists (without `overwrite`), is or holds a source, or is no model directory (with
     `adapters`: nor an adapter, nor a directory of both as `qerl_jax.export` writes it). Raise OSError if it cannot be
@@ -103,12 +106,13 @@ def _refuse_others(dst: Path, adapters: bool) -> None:
 
 
 def _copy_rest(src: Path, directory: Path, leave_out: Container[str]) -> None:
-    """Copy tokenizer, generation config and licence: every file without weights."""
+    """Copy tokenizer, generation config and licence: every file but weights, of other programs, too, and indices."""
     for file in src.iterdir():
         if (
             file.is_file()
-            and file.suffix not in (".safetensors", ".bin", ".npz", ".pt", ".pth")
-            and file.name not in ("config.json", INDEX_FILE)
+            and file.suffix not in _WEIGHTS
+            and not file.name.endswith(".index.json")
+            and file.name != "config.json"
             and file.name not in leave_out
         ):
             shutil.copyfile(file, directory / file.name)

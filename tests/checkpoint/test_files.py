@@ -79,14 +79,18 @@ def test_an_old_directory_returns_where_its_replacement_failed(tmp_path, monkeyp
     assert (target / "file").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
-def test_a_directory_takes_the_place_of_a_link_to_nowhere_and_others_may_read_it(tmp_path):
+def test_a_directory_takes_the_place_of_a_link_to_nowhere_and_others_read_it_as_the_umask_says(tmp_path):
     target = tmp_path / "out"
     target.symlink_to(tmp_path / "nowhere")
-    with atomic_directory(target) as directory:
-        assert directory.stat().st_mode & 0o777 == 0o700
-        (directory / "file").write_text("new")
+    umask = os.umask(0o027)
+    try:
+        with atomic_directory(target) as directory:
+            assert directory.stat().st_mode & 0o777 == 0o700 and not list(directory.iterdir())
+            (directory / "file").write_text("new")
+    finally:
+        os.umask(umask)
     assert (target / "file").read_text() == "new" and not target.is_symlink()
-    assert target.stat().st_mode & 0o777 == 0o755
+    assert target.stat().st_mode & 0o777 == 0o750
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
