@@ -208,6 +208,8 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
     )
     for note in notes:
         print(note, flush=True)
+    longest = max(len(item.tokens) for item in problems)
+    check_positions(model, longest, config.max_completion_length)
     at_once = arguments.problems_at_once or math.ceil(_BATCHES * config.eval_batch_size / config.eval_num_generations)
     with contextlib.ExitStack() as stack:
         records = None
@@ -224,7 +226,6 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
         if items:
             print(f"{len(items)} of {len(problems)} problems are in the records", flush=True)
         if len(items) < len(problems):  # else no model is loaded
-            longest = max(len(item.tokens) for item in problems)
             room = min(at_once, len(problems))
             print(f"loading {config.model} …", flush=True)
             settings = config, directory, model, longest, room, stack, generate
@@ -318,7 +319,6 @@ def _sampler(
         return lambda prompts, key: generate(policy, prompts, sampling, key, engine)
     weights = Weights.of_files(directory, None if config.adapter is None else Path(config.adapter))
     width, rank = longest + config.max_completion_length, weights.config.rank
-    check_positions(model, longest, config.max_completion_length)
     options = engine_options(config, directory, width, config.eval_batch_size, rank, config.vllm_share)
     print(f"starting vLLM {VERSION}", flush=True)
     engine = stack.enter_context(VllmEngine(options, model))

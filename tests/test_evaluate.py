@@ -53,6 +53,10 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
         (["--reward-workers", "-1"], "reward_workers must be at least 0, got -1"),
         (["--reward-timeout", "0"], "reward_timeout must be above 0, got 0.0"),
         (["--max-completion-length", "0"], "max_completion_length must be at least 1, got 0"),
+        (
+            ["--dataset", "arithmetic", "--samples", "3", "--max-completion-length", "510"],
+            "and 510 new ones exceed the model's max_position_embeddings 512",
+        ),
         (["--output", "."], "output . is a directory: name a file"),
         (["--records", "."], "records . is a directory: name a file"),
         (["--output", "a.jsonl", "--records", "tests/../a.jsonl"], "output and records are the same file, a.jsonl"),
@@ -64,9 +68,10 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, words, capsys):
+    """Before a model is loaded."""
     assert main(["tiny", *replaced(SHORT, *flags)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    printed, error = capsys.readouterr()
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1 and "loading" not in printed
 
 
 @pytest.mark.parametrize(

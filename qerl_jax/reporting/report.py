@@ -97,7 +97,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     """Lines of a Markdown table."""
 
     def row(cells: tuple[str, ...]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join("\\n".join(cell.splitlines()).replace("|", "\\|") for cell in cells) + " |"
 
     return [row(head), "|" + "---|" * len(head), *map(row, rows), ""]
 

@@ -71,7 +71,9 @@ def test_a_stopped_run_with_something_to_look_at(tmp_path):
     metrics[1] |= {"skipped": 2.0, "completions/failed": 1.0}
     metrics[2] |= {"grad_norm": 0.0, "frac_reward_zero_std": 1.0}
     ending = Ending(3, "SIGTERM", {}, {})
-    text = write_report(tmp_path, Config(model="m", max_steps=200), metrics, ending).read_text()
+    config = Config(model="m", max_steps=200, system_prompt="Think.\n3 | 4?")
+    text = write_report(tmp_path, config, metrics, ending).read_text()
+    assert "| `system_prompt` | Think.\\n3 \\| 4? | None |\n" in text
     assert "stopped by SIGTERM after step 3 of 200" in text and "evaluation |" not in text
     for words in ("2 updates were not finite", "1 completions", "- 1 of 3 steps trained nothing: the rewards of every"):
         assert words in text, words
