@@ -25,7 +25,7 @@ from rich.console import Console
 
 from qerl_jax import aqn, command, driver, keys, launch
 from qerl_jax.checkpoint import assets
-from qerl_jax.checkpoint.orbax import latest_step
+from qerl_jax.checkpoint.orbax import latest_step, saved_input
 from qerl_jax.checkpoint.run_files import CONFIG_FILE
 from qerl_jax.config import Config, ConfigError, flags, load
 from qerl_jax.config.fields import answering
@@ -84,7 +84,8 @@ def train(
       reward_funcs: in place of the config's: functions, called in this process without a time limit, and names; or one.
       train_dataset, eval_dataset: in place of the config's: records in memory, a `datasets.Dataset` or a list of dicts.
       problems: `problems(step)`, the ids of the `batch_size / num_generations` problems of rollout `step`, from 0, in
-        place of `data_order`. An id is the number of a record, from 0, counted over all records of all datasets.
+        place of `data_order`. An id is the number of a record, from 0, counted over all records of all datasets. It is
+        called for rollout 0 once more, before anything is loaded.
       sigma: `sigma(step)`, the noise's standard deviation in rollout `step`, from 0; in place of the config's schedule.
       perturb: `perturb(norms, sigma, key)`, the layer norms of the rollout, in place of `aqn.perturb`. `key` is one
         for each rollout.
@@ -113,7 +114,7 @@ def train(
         config = with_rewards(config)
         if dry_run:
             check(config, replicas.count, replicas.tensor_parallel)
-            show_dry_run(config, console, replicas.count, replicas.tensor_parallel)
+            show_dry_run(config, console, replicas.count, replicas.tensor_parallel, hooks)
             return None
         run, state = prepare(config, console, hooks, replicas)
         lock = locked(run.directory) if replicas.is_first else contextlib.nullcontext()
@@ -234,6 +235,7 @@ def main(argv: list[str] | None = None, gpus: Sequence[driver.Described] | None 
             print(from_trl(_alone(given)), end="")
             return 0
         found, config = _parsed(words)
+        refuse_hooks(config)
         output.append(Path(config.output_dir))
         use_device_memory(config.vllm_share)
         found = found.of_one() if config.rollout_backend == "vllm" else found
@@ -314,10 +316,22 @@ def refuse_given(config: Config, file: Path) -> None:
     given = [name for name in (*config.dataset, config.eval_dataset) if name in IN_MEMORY]
     given += [name for name in config.reward_funcs or () if name not in BUILT_IN and ":" not in name]
     if given and latest_step(file.parent) is not None:
-        raise ConfigError(
-            f"the run of {file} was begun by train(…) in Python with {', '.join(given)}: call it again with the same "
-            "arguments and resume='auto'"
-        )
+        raise _begun_in_python(file, given)
+
+
+def refuse_hooks(config: Config) -> None:
+    """Raise ConfigError for a command line that would resume a run whose functions were given to `train`."""
+    output, none = Path(config.output_dir), Hooks().fingerprints()
+    given = [name.removeprefix("hook ") for name in none if saved_input(output, name) not in (None, none[name])]
+    if given and config.resume == "auto" and not config.allow_changed_inputs:
+        raise _begun_in_python(output, given)
+
+
+def _begun_in_python(run: Path, given: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"the run of {run} was begun by train(…) in Python with {', '.join(given)}: call it again with the same "
+        "arguments and resume='auto'"
+    )
 
 
 def interrupted(output: Path | None = None) -> str:

@@ -15,7 +15,7 @@ from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import ConfigError
 from qerl_jax.data import problems
 from qerl_jax.reporting.metrics import read_metrics
-from qerl_jax.train import train
+from qerl_jax.train import main, train
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "research.md"
 BEGINNING = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)[1]
@@ -107,6 +107,8 @@ def test_a_noise(run, tmp_path, capsys):
     second = type(config)(**again, output_dir="again", resume="auto")
     with pytest.raises(ConfigError, match="hook perturb is not what it was"):
         train(second, sigma=hooks["sigma"])
+    assert main(["--config", "again/config.yaml", "--resume", "auto"]) == 2
+    assert "the run of again was begun by train(…) in Python with sigma, perturb: call it" in capsys.readouterr().err
     with pytest.raises(KeyError):
         train(second, **hooks, on_step=stop)
     assert len(reached) == 2

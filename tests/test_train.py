@@ -261,7 +261,9 @@ def test_a_dry_run_says_how_many_updates_its_epochs_make(tmp_path):
     options = {"max_steps": -1, "batch_size": 20, "dynamic_sampling": False, "data_order": "sequential"}
     console = Console(record=True, file=io.StringIO(), width=140)
     show_dry_run(runs.config(tmp_path / "run", **options), console)
+    prepare.say_left_out(runs.config(tmp_path / "run", **options | {"max_steps": 1}), 4, console)
     text = console.export_text()
+    assert text.count("a rollout of 5 prompts has some of the 4 problems more than once\n") == 1
     assert "num_train_epochs 1 of 96 problems: max_steps 38\n" in text  # 2 updates for each 5
     assert "data_order sequential: 19 rollouts of 5 leave out the last 1 of 96 problems\n" in text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,30 @@ from qerl_jax.rl.plan import recomputation
 from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.abstract import has_weights
 from qerl_jax.run.devices import device_bytes
+from qerl_jax.run.hooks import Hooks, with_ids
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, examined
 from qerl_jax.run.prepare import check_output, load_problems, ready_rewards, say_left_out, with_prompt_length
 from qerl_jax.run.sample import sample_lines
 
 
-def show_dry_run(config: Config, console: Console, processes: int = 1, tensor_parallel: int = 1) -> None:
+def show_dry_run(
+    config: Config, console: Console, processes: int = 1, tensor_parallel: int = 1, hooks: Hooks | None = None
+) -> None:
     """Print config, parameters, memory on each device of so many processes with so many each, the first prompt and what
     the rewards pay; no weights are loaded, nothing is trained or written.
 
     An output directory that a run may not use is said last. Raises ConfigError where no rollout fits, and what
-    `load_problems`, the rewards, and the reader of the weights' and the adapter's headers raise.
+    `load_problems`, the rewards, `Hooks.ids_at`, and the reader of the weights' and the adapter's headers raise.
     """
     config = with_prompt_length(config, console)
+    ids = hooks.ids_at(0, config.num_prompts) if hooks else []
     with ready_rewards(config, console, download=False) as rewards:
-        _show(config, rewards, console, processes, tensor_parallel)
+        _show(config, rewards, console, processes, tensor_parallel, ids)
 
 
-def _show(config: Config, rewards: Rewards, console: Console, processes: int, tensor_parallel: int) -> None:
+def _show(
+    config: Config, rewards: Rewards, console: Console, processes: int, tensor_parallel: int, ids: Sequence[int]
+) -> None:
     from huggingface_hub import constants
 
     directory = assets.model_path(config.model, weights=False)
@@ -69,7 +75,7 @@ def _show(config: Config, rewards: Rewards, console: Console, processes: int, te
     if tokenizer is None:
         say(console, "The model directory has no tokenizer yet: no prompt is made or shown.")
     else:
-        for line in sample_lines(config, rewards, tokenizer, local_problems(config, tokenizer, console)):
+        for line in sample_lines(config, rewards, tokenizer, local_problems(config, tokenizer, console, ids)):
             say(console, line)
     for line in absent_datasets(config, Path(constants.HF_HUB_CACHE)):
         say(console, line)
@@ -86,8 +92,10 @@ def _show(config: Config, rewards: Rewards, console: Console, processes: int, te
         say(console, f"A run would be refused: {error}")
 
 
-def local_problems(config: Config, tokenizer: Any, console: Console) -> list[EncodedProblem]:
-    """The training problems, read as a run does, of the datasets that are not on the hub; so are those evaluated."""
+def local_problems(config: Config, tokenizer: Any, console: Console, ids: Sequence[int]) -> list[EncodedProblem]:
+    """The training problems, read as a run does, of the datasets that are not on the hub; so are those evaluated.
+    `ids`: of the first step, where a function chooses.
+    """
     local = tuple(name for name in config.dataset if name not in PRESETS)
     evaluated = None if config.eval_dataset in PRESETS else config.eval_dataset
     if not local and not evaluated:
@@ -99,7 +107,8 @@ def local_problems(config: Config, tokenizer: Any, console: Console) -> list[Enc
         if config.max_steps == -1:
             epochs = f"num_train_epochs {config.num_train_epochs:g}"
             say(console, f"{epochs} of {len(stream)} problems: max_steps {sized.max_steps}")
-        say_left_out(sized, len(stream), console)
+        if not with_ids(ids, 0, stream):
+            say_left_out(sized, len(stream), console)
     return [item for items in stream.sets for item in items] if local else []
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from qerl_jax import aqn
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.data.stream import ProblemStream
-from qerl_jax.messages import IN_MEMORY, Given
+from qerl_jax.messages import IN_MEMORY, Given, shown
 from qerl_jax.programs import program
 from qerl_jax.rewards.functions import BUILT_IN
 from qerl_jax.rl.loss import TokenLoss
@@ -47,19 +49,37 @@ class Hooks:
 
     def check(self, config: Config) -> None:
         """Raise ConfigError for a setting that a function contradicts."""
-        if self.problems is not None and config.dynamic_sampling:
-            raise ConfigError("problems(step) names the problems of a step, dynamic_sampling draws others: give one")
+        own = {"dynamic_sampling": "draws others", "data_order": "orders them", "dataset_weights": "draws them"}
+        for name, does in own.items():
+            if self.problems is not None and (value := getattr(config, name)) != getattr(Config, name):
+                given = f"problems(step) names the problems of a step, {name} {shown(value)} {does}"
+                raise ConfigError(f"{given}: give one")
+
+    def ids_at(self, step: int, count: int) -> list[int]:
+        """The ids of a step's `count` problems; none where the config chooses. Raises ConfigError for another number,
+        and for what is no ids.
+        """
+        if self.problems is None:
+            return []
+        try:
+            inspect.signature(self.problems).bind(step)
+        except TypeError as error:
+            raise ConfigError(f"problems is called as problems({step}), with the step: {error}") from None
+        except ValueError:  # it has no signature
+            pass
+        given = self.problems(step)
+        try:
+            ids = [operator.index(number) for number in given]
+        except TypeError:
+            wanted = f"expected {count} ids, the numbers of records, from 0"
+            raise ConfigError(f"problems({step}) returned {shown(given)}, {wanted}") from None
+        if len(ids) != count:
+            raise ConfigError(f"problems({step}) returned {len(ids)} ids, expected the {count} of a rollout")
+        return ids
 
     def problems_at(self, step: int, stream: ProblemStream[EncodedProblem], count: int) -> list[EncodedProblem]:
-        """The `count` problems of a step. Raises ValueError for another number of ids, or one that no problem has."""
-        ids = [int(number) for number in self.problems(step)]
-        if len(ids) != count:
-            raise ValueError(f"problems({step}) returned {len(ids)} ids, expected the {count} of a rollout")
-        found = {item.problem.id: item for items in stream.sets for item in items}
-        for number in ids:
-            if number not in found:
-                raise ValueError(f"problems({step}) returned {number}, but no problem, or an unusable one, has this id")
-        return [found[number] for number in ids]
+        """The `count` problems of a step. Raises ConfigError as `ids_at` and `with_ids` do."""
+        return with_ids(self.ids_at(step, count), step, stream)
 
     def sigma_at(self, config: Config, step: int) -> float:
         """Standard deviation of the noise. Raises ValueError for a result that is none."""
@@ -87,6 +107,15 @@ class Hooks:
     def fingerprints(self) -> dict[str, str]:
         """`function_fingerprint` of each: a checkpoint is not resumed with other functions than it was made with."""
         return {f"hook {name}": function_fingerprint(getattr(self, name)) for name in _TRAINING}
+
+
+def with_ids(ids: Sequence[int], step: int, stream: ProblemStream[EncodedProblem]) -> list[EncodedProblem]:
+    """The problems of these ids of a step. Raises ConfigError for an id that none has."""
+    found = {item.problem.id: item for items in stream.sets for item in items}
+    for number in ids:
+        if number not in found:
+            raise ConfigError(f"problems({step}) returned {number}, but no problem, or an unusable one, has this id")
+    return [found[number] for number in ids]
 
 
 def with_objects(

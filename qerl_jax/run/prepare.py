@@ -46,7 +46,7 @@ from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import device_bytes, free_device_bytes, kernels_note, make_deterministic
 from qerl_jax.run.fingerprints import prompts_date
-from qerl_jax.run.hooks import Hooks
+from qerl_jax.run.hooks import Hooks, with_ids
 from qerl_jax.run.lock import refuse_locked
 from qerl_jax.run.lowering_workers import LoweringWorkers, useful_workers
 from qerl_jax.run.memory import refuse_division, refuse_oversized
@@ -132,6 +132,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
     replicas.agree()
     config = with_prompt_length(config, console)
     refuse_changed(config)
+    ids = hooks.ids_at(0, config.num_prompts)
     if config.deterministic:
         make_deterministic()
     say(console, use_compilation_cache(config.compilation_cache_dir))
@@ -146,7 +147,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         say(console, f"reading and tokenizing {', '.join(config.dataset)} …")
         date = prompts_date(config)
         tokenizer = reader.submit(read_tokenizer, assets.model_path(config.model), config.adapter)
-        problems = reader.submit(_problems, config, tokenizer, date, console)
+        problems = reader.submit(_problems, config, tokenizer, date, console, ids)
         if note := kernels_note(config.matmul_kernel):
             say(console, note)
         limit = smallest(replicas.gather(device_bytes()))
@@ -190,11 +191,15 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
 
 
 def _problems(
-    config: Config, tokenizer: Future, date: datetime.date, console: Console
+    config: Config, tokenizer: Future, date: datetime.date, console: Console, ids: Sequence[int]
 ) -> tuple[ProblemStream, list[EncodedProblem]]:
-    """`load_problems` with a chat template that writes this date."""
+    """`load_problems` with a chat template that writes this date. Raises ConfigError where the first step has an id
+    that no problem has.
+    """
     freeze_date(tokenizer.result(), date)
-    return load_problems(config, tokenizer.result(), console)
+    stream, evaluation = load_problems(config, tokenizer.result(), console)
+    with_ids(ids, 0, stream)
+    return stream, evaluation
 
 
 def smallest(limits: Sequence[int | None]) -> int | None:
@@ -356,9 +361,11 @@ def load_problems(config: Config, tokenizer: Any, console: Console) -> tuple[Pro
 
 
 def say_left_out(config: Config, problems: int, console: Console) -> None:
-    """Say how many of so many problems, the last of their order, no rollout of the run reaches, or in which step a
-    curriculum begins anew.
+    """Say how many of so many problems, the last of their order, no rollout of the run reaches, in which step a
+    curriculum begins anew, or that there are too few for a rollout.
     """
+    if config.num_prompts > problems:
+        say(console, f"a rollout of {config.num_prompts} prompts has some of the {problems} problems more than once")
     is_one_walk = config.data_order != "shuffled" and config.dataset_weights is None and not config.resampling_rounds
     left = problems - config.num_rollouts * config.num_prompts
     if is_one_walk and left > 0:

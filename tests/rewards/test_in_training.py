@@ -230,8 +230,23 @@ def test_objects_that_are_no_rewards_and_no_records(tmp_path):
     def answer(**_):
         return []
 
-    with pytest.raises(ConfigError, match="dynamic_sampling draws others: give one"):
-        train.train(dataclasses.replace(config, dynamic_sampling=True), problems=lambda step: [0])
+    for changes, does in (
+        ({"dynamic_sampling": True}, "dynamic_sampling True draws others"),
+        ({"data_order": "level"}, "data_order 'level' orders them"),
+    ):
+        with pytest.raises(ConfigError, match=f"{does}: give one"):
+            train.train(dataclasses.replace(config, **changes), problems=lambda step: [0])
+    local = dataclasses.replace(config, dataset="arithmetic", batch_size=16, max_completion_length=16)
+    for given, words in (
+        (lambda step: [0], r"problems\(0\) returned 1 ids, expected the 2 of a rollout"),
+        (lambda step: "ab", r"problems\(0\) returned 'ab', expected 2 ids, the numbers of records, from 0"),
+        (lambda step: [0, 9999], r"problems\(0\) returned 9999, but no problem, or an unusable one, has this id"),
+        (lambda: [0, 1], r"problems is called as problems\(0\), with the step: too many positional arguments"),
+    ):
+        for dry_run in True, False:
+            with pytest.raises(ConfigError, match=words):
+                train.train(local, Console(quiet=True), problems=given, dry_run=dry_run)
+    assert not (tmp_path / "run").exists()
     items = [EncodedProblem(Problem(number, "", ""), array.array("i")) for number in range(4)]
     stream = ProblemStream((items[:2], items[3:]), None, seed=0)
     assert Hooks(problems=lambda step: (3, step)).problems_at(1, stream, 2) == [items[3], items[1]]
