@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import io
 import json
 from typing import Any
 
@@ -230,3 +231,8 @@ def test_a_run_reads_the_columns_that_its_config_names(adapted, tmp_path):
     for items in stream.at(0, 3), evaluation:
         assert {(item.problem.prompt, item.problem.answer) for item in items} == {("1 + 1?", "2")}
     assert len(evaluation) == 2
+    for rewards, said in (("answer",), 0), (("mine.py:f", "answer"), 1):
+        console = Console(record=True, file=io.StringIO(), width=200)
+        prepare.load_problems(dataclasses.replace(config, reward_funcs=rewards), policy.tokenizer, console)
+        told = "rows.jsonl: columns not given to rewards: answer, question (reward_columns)"
+        assert console.export_text().count(told) == said

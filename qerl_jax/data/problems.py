@@ -69,6 +69,7 @@ class Dataset:
       system_prompt: goes with every prompt that is no conversation; "" for none.
       size: records read, usable or not; ids lie in [first_id, first_id + size).
       notes: one sentence for each reason for which records were skipped.
+      unread: columns that the problems lack, where no limit ended the reading.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Dataset:
     system_prompt: str
     size: int
     notes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 def load_dataset(
@@ -129,8 +131,8 @@ def load_dataset(
 
     problems: list[Problem] = []
     left_out: dict[str, tuple[int, str]] = {}
-    size = 0
-    for place, record in _records(sources, preset, extra):
+    size, columns = 0, set()
+    for place, record in _records(sources, preset, extra, columns):
         try:
             problems.append(_problem(record, preset, extra, system_prompt, first_id + size))
         except Unusable as error:
@@ -144,7 +146,8 @@ def load_dataset(
         where = path or preset.hub_id or name
         raise DataError(f"{where} holds no problems" + (f": left out {reasons}" if reasons else ""))
     notes = (f"{name}: left out {size - len(problems)} of {size} records: {reasons}",) if reasons else ()
-    return Dataset(name, problems, preset.system_prompt if system_prompt is None else system_prompt, size, notes)
+    system, unread = preset.system_prompt if system_prompt is None else system_prompt, columns - wanted
+    return Dataset(name, problems, system, size, notes, tuple(sorted(map(str, unread))))
 
 
 def check_dataset(name: str, split: str) -> None:
@@ -274,10 +277,10 @@ def _hub(name: str, preset: Preset, split: str, wanted: set[str], load: Callable
 
 
 def _records(
-    sources: Iterable[Source], preset: Preset, extra: tuple[str, ...]
+    sources: Iterable[Source], preset: Preset, extra: tuple[str, ...], read: set[str]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, record) of all sources, one after the other. Raises DataError for a source that lacks a column, or of
-    which no record has it.
+    """(place, record) of all sources, one after the other; `read` gets the columns of each. Raises DataError for a
+    source that lacks a column, or of which no record has it.
     """
     for source in sources:
         columns = set(source.columns)
@@ -288,6 +291,7 @@ def _records(
             yield f"{source.where}, {place}", record
         if columns:
             _check_columns(source.where, columns, preset, extra)
+        read |= columns
 
 
 def _check_columns(where: str, columns: set[str], preset: Preset, extra: tuple[str, ...]) -> None:

@@ -38,6 +38,7 @@ from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import Ahead
 from qerl_jax.reporting import sinks
 from qerl_jax.reporting.console import say
+from qerl_jax.rewards.functions import BUILT_IN
 from qerl_jax.rewards.load import Rewards, check_rewards, load_rewards
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan
 from qerl_jax.rl.state import init_state
@@ -347,6 +348,8 @@ def load_problems(config: Config, tokenizer: Any, console: Console) -> tuple[Pro
         sets.append(items)
         first_id += dataset.size
         notes += told
+        if dataset.unread and not set(config.reward_funcs or ()) <= BUILT_IN.keys():
+            notes.append(f"{name}: columns not given to rewards: {', '.join(dataset.unread)} (reward_columns)")
     for note in notes:
         say(console, note)
     if (column := config.order_column) is not None:

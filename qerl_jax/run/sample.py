@@ -5,6 +5,7 @@ the model sees it, with what the rewards pay.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -68,8 +69,18 @@ def sample_lines(config: Config, rewards: Rewards, tokenizer: Any, items: Sequen
     gold = f", where the answer is {problem.answer!r}" if problem.answer else ""
     yield f"The reward is {weights}. It pays{gold}:"
     for i, (kind, text) in enumerate(texts.items()):
-        each = ", ".join(f"{name} {parts[name][i]:g}" for name in config.reward_funcs)
-        yield f"  {totals[i]:g} for {kind} answer, {text!r} ({each})"
+        each = ", ".join(f"{name} {_paid(parts[name][i])}" for name in config.reward_funcs)
+        yield f"  {_paid(totals[i])} for {kind} answer, {text!r} ({each})"
+    if all(map(math.isnan, totals)):
+        yield "No reward pays a number for any of them: completions without one train nothing."
+    elif "a right" in texts and all(str(parts[name][0]) == str(parts[name][1]) for name in config.reward_funcs):
+        names = ", ".join(config.reward_funcs)
+        compared = "the type of what is compared, and the form that is read"
+        yield f"reward_funcs: {names} gave the right and the wrong answer the same: check {compared}"
+
+
+def _paid(value: float) -> str:
+    return "None" if math.isnan(value) else f"{value:g}"
 
 
 def _texts(config: Config, problem: Problem, tagged: bool) -> dict[str, str]:

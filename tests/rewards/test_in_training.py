@@ -197,6 +197,15 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
     assert seen[1]["prompt_index"] == [0, 0, 1, 1] and seen[1]["answer"] == ["2"] * 4
     limits = {"completion_lengths": 16, "max_completion_length": 1024, "overlong_buffer": 204, "reward_timeout": 20}
     assert {name: seen[1][name] for name in limits} == {name: [limit] * 4 for name, limit in limits.items()}
+    same = {"spy": lambda **_: [1.0, 1.0, 0.0, 9.0], "other": lambda **_: [None] * 4}
+    assert list(sample_lines(config, Rewards(**same), tokenizer, items))[-1] == (
+        "reward_funcs: spy, other gave the right and the wrong answer the same: check the type of what is compared, "
+        "and the form that is read"
+    )
+    assert list(sample_lines(config, Rewards(**dict.fromkeys(paying, same["other"])), tokenizer, items))[-2:] == [
+        "  None for an unreadable answer, 'I do not know.' (spy None, other None)",
+        "No reward pays a number for any of them: completions without one train nothing.",
+    ]
     without_answer, _ = encode_problems([Problem(0, "1 + 1?", "")], tokenizer, "", 64)
     one = dict.fromkeys(paying, lambda **_: [1.0, 0.0])
     assert list(sample_lines(config, Rewards(**one), tokenizer, without_answer))[2:] == [
