@@ -131,7 +131,7 @@ def test_flags_that_make_no_config_are_refused_in_python():
         (["--tools", "calculator.py"], "--tools is a name of other programs, no field here: no tools\n"),
         (["--num-gpus", "8"], "no field here: all GPUs of the machine are used;"),
         (["--dataloader_num_workers", "4"], "--dataloader-num-workers is a name of TRL, no field here: all problems"),
-        (["--optim", "adafactor"], "optimizer or schedule train(config, optimizer=…)\n"),
+        (["--optim", "adafactor"], "optimizer or schedule train(config, optimizer=…) (docs/research.md)\n"),
         (
             ["--bf16", "False"],
             "use --dtype (bfloat16 is the default; for False float32)\n",
@@ -315,7 +315,17 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             {"lr_scheduler_type": "constant", "warmup_ratio": 0.5},
             "",
         ),
-        ("lr_scheduler_type: polynomial", {"lr_scheduler_type": "cosine"}, "lr_scheduler_type 'polynomial' is not one"),
+        (
+            "lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {power: 2}",
+            {"lr_scheduler_type": "cosine"},
+            "is not one of ['cosine', 'linear', 'constant']: name one; here it is the default cosine, which ends at 0",
+        ),
+        (
+            "min_p: 0.2\ngeneration_kwargs: {min_p: 0.1, stop: [x]}",
+            {"min_p": 0.1},
+            "# - generation_kwargs {'stop': ['x']}: see temperature and top_k and top_p and min_p (each setting is a",
+        ),
+        ("generation_kwargs: {top_k: 5}", {"top_k": 5}, "Left out:\n# - use_peft False"),
         ("scale_rewards: batch\nshuffle_dataset: false", {"scale_rewards": "batch", "data_order": "sequential"}, ""),
         (
             "generation_batch_size: 64",
@@ -338,7 +348,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         (
             "beta: 0.04",
             {"beta": 0.04},
-            "use_bias_correction_kl True (by default): see beta (the k3 estimator, without a weight)",
+            "use_bias_correction_kl True (by default): see beta (the k3 estimator, without an importance weight)",
         ),
         ("reward_funcs: trl.rewards.accuracy_reward", {"reward_funcs": ("math_verify",)}, ""),
         ("reward_funcs: [rewards.py:mine, null]", {"reward_funcs": ("rewards.py:mine",)}, "reward_funcs 'None', of"),

@@ -64,7 +64,7 @@ _NO_IMAGES = "text models only"
 _NO_TOOLS = "no tool calls in rollouts"
 _METRICS = "metrics.jsonl has every step"
 _COMPLETIONS = "completions/ has every completion of every step"
-_OPTIMIZER = "AdamW in fp32; for another optimizer or schedule train(config, optimizer=…)"
+_OPTIMIZER = "AdamW in fp32; for another optimizer or schedule train(config, optimizer=…) (docs/research.md)"
 _PARALLEL = "gradients are summed without PyTorch (docs/several-gpus.md)"
 _CHECKPOINT = "a checkpoint holds all that resuming needs; the newest save_total_limit stay"
 _PRECISION = "log-probabilities are always computed in fp32"
@@ -305,7 +305,7 @@ FOREIGN: dict[str, Foreign] = {
     **_names("TRL", "vllm_structured_outputs_regex vllm_guided_decoding_regex", "completions are not constrained"),
     # loss
     **_names("TRL", "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps", _FIXED_REFERENCE),
-    "use_bias_correction_kl": Foreign("TRL", ("beta",), "the k3 estimator, without a weight", "false"),
+    "use_bias_correction_kl": Foreign("TRL", ("beta",), "the k3 estimator, without an importance weight", "false"),
     "top_entropy_quantile": Foreign("TRL", (), "an update sees the entropies of one micro-batch at a time", "1"),
     **_names(
         "TRL",

@@ -87,6 +87,9 @@ def translate(given: Mapping[str, Any], beside: Path = Path()) -> tuple[dict[str
     """
     values = DEFAULTS | _BATCH | _PROCESSES | {name: value for name, value in given.items() if value is not None}
     left_out: list[str] = []
+    if isinstance(sampling := values.get("generation_kwargs"), Mapping):  # they come last in TRL, too
+        values |= {name: value for name, value in sampling.items() if name in FOREIGN["generation_kwargs"].fields}
+        values["generation_kwargs"] = {name: value for name, value in sampling.items() if name not in values}
     fields = _model(values, left_out) | _data(values, left_out, beside) | _optimization(values, left_out)
     for name, value in values.items():
         field, said = _RENAMED.get(name, name), f"{name} {shown(value)}{'' if name in given else ' (by default)'}"
@@ -318,7 +321,7 @@ def _schedule(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
             "lr_scheduler_type", kind, typing.get_type_hints(Config)["lr_scheduler_type"]
         )
     except ConfigError as error:
-        left_out.append(f"{error}: name one, or the default stays")
+        left_out.append(f"{error}: name one; here it is the default {Config.lr_scheduler_type}, which ends at 0")
     warmup, steps = (
         coerce(name, values.get(name, silent), float) for name, silent in (("warmup_steps", 0), ("max_steps", -1))
     )
