@@ -102,9 +102,10 @@ def train(
 
     Raises ConfigError, CheckpointError, DataError, RewardError or FileNotFoundError for unusable input, before the
     first step where possible, MemoryError if an update runs out of device memory, and ValueError if updates only skip,
-    or no step of the run trained anything, which leaves no checkpoint. Any other error in a later step leaves one of
-    the step before. The first SIGINT, SIGTERM or SIGHUP ends the run after the current step, with a checkpoint; so does
-    a closed output pipe. `int(state.step) < state.config.num_rollouts` then holds for the state that is returned.
+    or no step of the run trained anything; its last step leaves no checkpoint then. Any other error in a later step
+    leaves one of the step before. The first SIGINT, SIGTERM or SIGHUP ends the run after the current step, with a
+    checkpoint; so does a closed output pipe. `int(state.step) < state.config.num_rollouts` then holds for the state
+    that is returned.
     """
     console = console if console and replicas.is_first else RunConsole(quiet=not replicas.is_first)
     hooks = Hooks(problems, sigma, perturb, token_loss, with_reference, optimizer, on_step)
@@ -118,9 +119,9 @@ def train(
             return None
         run, state = prepare(config, console, hooks, replicas)
         lock = locked(run.directory) if replicas.is_first else contextlib.nullcontext()
-        with lock, run.programs, run.vllm or contextlib.nullcontext():
+        with run.rewards, run.programs, run.vllm or contextlib.nullcontext(), lock:
             recorder, state = begin_run(run, state)
-            with run.rewards, recorder:
+            with recorder:
                 for _ in range(int(state.step), run.config.num_rollouts):
                     state = train_step(run, recorder, state)
                     if recorder.end_step(state):

@@ -253,7 +253,8 @@ def test_a_finished_run_goes_on_to_more_steps(used, capfd):
     """
     run = used / "run"
     write_evaluations(run, {"after": Evaluation(0.5, 0.4, 0.6, 0.5, 0.0, 0.0, 1.0, 8, 1)})
-    damage("metrics.jsonl", b'"grad_norm": 0.0', b'"grad_norm": 1.0')(run)  # else nothing was trained in three steps
+    for name in b"grad_norm", b"learning_rate":  # else nothing was trained in three steps
+        damage("metrics.jsonl", b'"%s": 0.0' % name, b'"%s": 1.0' % name)(run)
     before, rows = (run / "adapter/adapter_model.safetensors").read_bytes(), read_metrics(run)
     longer, seen = training(used, "--resume", "auto", "--max-steps", "3"), []
 

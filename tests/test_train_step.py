@@ -55,7 +55,6 @@ EOS, LENGTH, FAILED = FinishReason.EOS, FinishReason.LENGTH, FinishReason.FAILED
 REWARDS = [[1, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, None]]
 FINISH = [[EOS, LENGTH, FAILED, EOS, EOS, EOS], [EOS, EOS, EOS, LENGTH, EOS, EOS]]
 TEXTS = [["a", "a a", "a", "b", "b", "b"], ["c", "c", "c", "d d d", "d", "d d"]]
-KEPT = [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]  # (round, row) of the step's rows
 
 
 def norms(value: float) -> dict:
@@ -177,10 +176,11 @@ def test_the_record(step):
     assert (state is step.after, sigma, experience.perturbed) == (True, pytest.approx(SIGMA, rel=1e-12), 4)
     timing = {"time/rollout": 2.0, "time/grading": 0.5, "time/update": 1.5}
     encode = step.run.policy.tokenizer.encode
-    new = [len(encode(TEXTS[r][i], add_special_tokens=False)) + (FINISH[r][i] == EOS) for r, i in KEPT]
+    rows = [(r, i) for r in range(2) for i in range(len(TEXTS[r]))]  # of both rounds
+    sampled = sum(len(encode(TEXTS[r][i], add_special_tokens=False)) + (FINISH[r][i] == EOS) for r, i in rows)
     metrics = step_metrics(experience, update, 3, timing, "spy")
     assert metrics["accuracy"] == pytest.approx(3 / 5)  # one of the six has no verdict
-    assert (metrics["tokens_per_second"], metrics["step_time"]) == (sum(new) / 2.0, 4.0)
+    assert (metrics["tokens_per_second"], metrics["step_time"]) == (sampled / 2.0, 4.0)
     no_verdict = experience.reward_parts | {"spy": np.full(6, np.nan, np.float32)}
     no_verdict["spy/timeout"] = np.float32([1, 0, 0, 1, 0, 0])
     entropies = jnp.asarray(experience.rollout.completion_mask * 0.25, jnp.float32)

@@ -134,25 +134,23 @@ def kernel_form(weight: Weight, matmul_kernel: str, missing: str | None) -> Weig
     """The weight in the form that `matmul_kernel` reads: unchanged for "xla", packed for "mosaic_gpu", and for "auto"
     packed where the Pallas kernels can run, which is where they miss nothing (`dispatch.missing_for_mosaic_gpu`).
 
-    An MXFP4 weight whose exponents span too wide a range for the packed form is left unpacked, with one warning.
+    With "auto" an MXFP4 weight whose exponents span too wide a range for the packed form is left unpacked, with one
+    warning.
 
     Raises ValueError if "mosaic_gpu" cannot run, with the missing requirement, or if the weight is not 4-bit.
     """
-    if matmul_kernel == "mosaic_gpu":
-        if not format_of(weight).packs:
-            packed = [name.upper() for name, own in FORMATS.items() if own.packs]
-            raise ValueError(
-                f"matmul_kernel {matmul_kernel!r} needs weights of {' or '.join(packed)}, these are "
-                f"{type(weight).__name__}"
-            )
-        dispatch.choose("nvfp4_matmul", matmul_kernel, missing)
-    if matmul_kernel == "xla" or not format_of(weight).packs:
+    if matmul_kernel == "xla":
         return weight
-    return (
-        pack(weight)
-        if dispatch.choose("nvfp4_matmul", None, missing or missing_for_packing(weight)) == "mosaic_gpu"
-        else weight
-    )
+    if not format_of(weight).packs:
+        if matmul_kernel == "auto":
+            return weight
+        packed = [name.upper() for name, own in FORMATS.items() if own.packs]
+        raise ValueError(
+            f"matmul_kernel {matmul_kernel!r} needs weights of {' or '.join(packed)}, these are {type(weight).__name__}"
+        )
+    asked = None if matmul_kernel == "auto" else matmul_kernel
+    kernel = dispatch.choose("nvfp4_matmul", asked, missing or missing_for_packing(weight))
+    return pack(weight) if kernel == "mosaic_gpu" else weight
 
 
 def on_devices(

@@ -45,27 +45,33 @@ def refuse_skipped(rows: Sequence[Mapping[str, Any]], config: Config) -> None:
 
 def refuse_untrained(rows: Sequence[Mapping[str, Any]], config: Config) -> str:
     """Raise UntrainedError if no step of a run that is over trained anything. Returns the same sentence for a trial of
-    less than `DEAD_STEPS` steps which met equal rewards, as hard problems give them; "" for a run that has trained.
+    less than `DEAD_STEPS` steps which met equal rewards, as hard problems give them, or whose learning rates were 0; ""
+    for a run that has trained.
     """
-    reasons = {untrained(row, config) for row in rows}
+    without_rate = _NO_RATE if config.learning_rate and config.num_iterations == 1 else None
+    reasons = [untrained(row, config) or (row.get("learning_rate") == 0 and without_rate) or None for row in rows]
     if not reasons or None in reasons:
         return ""
-    said = untrained_steps(rows, config)
-    if len(rows) < DEAD_STEPS and {_EQUAL, _CUT_OFF} & reasons:
+    said = _told(reasons)
+    if len(rows) < DEAD_STEPS and {_EQUAL, _CUT_OFF, _NO_RATE} & set(reasons):
         return said
     raise UntrainedError(said)
 
 
 def untrained_steps(rows: Sequence[Mapping[str, Any]], config: Config) -> str:
     """How many steps trained nothing, and why; "" where each did."""
-    counts = collections.Counter(filter(None, (untrained(row, config) for row in rows))).most_common()
+    return _told([untrained(row, config) for row in rows])
+
+
+def _told(reasons: Sequence[str | None]) -> str:
+    counts = collections.Counter(filter(None, reasons)).most_common()
     if not counts:
         return ""
     idle = sum(count for _, count in counts)
     said = counts[0][0] if len(counts) == 1 else "; ".join(f"{count} × {reason}" for reason, count in counts)
-    if idle == len(rows):
+    if idle == len(reasons):
         return f"none of {idle} steps trained anything: {said}"
-    return f"{idle} of {len(rows)} steps trained nothing: {said}"
+    return f"{idle} of {len(reasons)} steps trained nothing: {said}"
 
 
 _NOT_FINITE = (
@@ -80,6 +86,7 @@ _EQUAL = (
     "the rewards of every group were equal; try easier or harder problems, a larger num_generations, or another "
     "prompt, and read completions/"
 )
+_NO_RATE = "its learning rate was 0, where the warm-up begins: set warmup_ratio 0, or a larger max_steps"
 _NO_GRADIENT = "the gradient was 0; read completions/ and metrics.jsonl"
 
 

@@ -52,7 +52,7 @@ def step_metrics(
         "completions/min_terminated_length": float(ended.min()) if len(ended) else 0.0,
         "completions/max_terminated_length": float(ended.max()) if len(ended) else 0.0,
         "completions/failed": float((np.asarray(rollout.finish) == FinishReason.FAILED).sum()),
-        "tokens_per_second": float(lengths.sum()) / timing["time/rollout"],
+        "tokens_per_second": experience.sampled / timing["time/rollout"],
         "step_time": sum(timing.values()),
         "dynamic_sampling/refilled_groups": float(experience.resampled),
         "dynamic_sampling/rounds": float(experience.resampling_rounds),

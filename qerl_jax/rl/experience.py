@@ -29,6 +29,7 @@ class Experience:
       rewards: weighted sum of the rewards of each row; NaN where no reward applies, or grading failed.
       reward_parts: values of each reward and its flags by name, [B].
       drawn: problems taken from the data stream, in all rounds.
+      sampled: tokens sampled in all rounds.
       resampled: groups replaced.
       resampling_rounds: rounds after the first.
       perturbed: layer norms that the noise changed.
@@ -40,6 +41,7 @@ class Experience:
     rewards: Float32[np.ndarray, " B"]
     reward_parts: dict[str, Float32[np.ndarray, " B"]]
     drawn: int
+    sampled: int
     resampled: int = 0
     resampling_rounds: int = 0
     perturbed: int = 0
@@ -92,6 +94,7 @@ def replace_equal_groups(old: Experience, fresh: Experience, num_generations: in
         rewards=put(old.rewards, fresh.rewards),
         reward_parts={name: put(values, fresh.reward_parts[name]) for name, values in old.reward_parts.items()},
         drawn=old.drawn + fresh.drawn,
+        sampled=old.sampled + fresh.sampled,
         resampled=old.resampled + len(sources),
         resampling_rounds=old.resampling_rounds + 1,
     )
@@ -121,6 +124,7 @@ def gather_experience(replicas: Replicas, own: Experience | None, problems: Sequ
     completions = [text for share in texts for text in share]
     return Experience(
         problems=list(problems),
+        sampled=sum(int((rollout.lengths - rollout.prompt_lengths).sum()) for rollout in rollouts),
         rollout=jax.tree.map(lambda *arrays: jax.device_put(join(*arrays)), *rollouts),
         completions=[completions[row] for row in order],
         rewards=join(*rewards),

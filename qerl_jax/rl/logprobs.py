@@ -70,7 +70,11 @@ def token_logprobs(
       attention_mask: True on real tokens; None: all.
       temperature: divides the logits.
       chunk: tokens whose logits exist at one time.
+
+    Raises ValueError for a temperature that is not above 0.
     """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
 
     def logprobs(model: Qwen2, tokens: Array, mask: Array) -> Array:
         hidden, distribution = model(tokens, mask)[:, :-1], Sampling(1, temperature).distribution

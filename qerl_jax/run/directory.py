@@ -112,7 +112,7 @@ def write_config(directory: Path, config: Config) -> None:
 def dump_batch(directory: Path, step: int, batch: Batch) -> None:
     """Keep a batch whose update was not finite, `nonfinite/step_000012.npz`, to be looked at."""
     folder = directory / NONFINITE_DIR
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)  # the run's directory may have been deleted
     arrays = {field.name: np.asarray(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
     np.savez_compressed(folder / f"step_{step:06d}.npz", **arrays)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import functools
 import hashlib
 import inspect
 import tokenize
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +65,57 @@ def evaluation_date(kept: Any, adapter: Path | None) -> datetime.date:
 
 
 def function_fingerprint(function: Any) -> str:
-    """Fingerprint of a function's source, or of its name, where Python has no source; of nothing for None."""
-    text = ""
-    if function is not None:
-        try:
-            text = inspect.getsource(function)
-        except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # no file, or one that is not Python
-            text = name_of(function)
+    """Fingerprint of a function, an optax transformation or another object that is called: its source, or its name
+    where Python has none, and what it holds: numbers and texts, and functions, tuples and dataclasses of these, in
+    defaults, closures and fields. Not lists, dicts and arrays, which may be a function's own record. Of nothing for
+    None.
+    """
+    text = "" if function is None else "\n".join(_described(function, {}))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(value: Any, seen: dict[int, Any]) -> Iterator[str]:
+    """Sources and plain values that make up a value; what was `seen`, by its id, is left out."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        yield repr(value)
+        return
+    if id(value) in seen:
+        return
+    seen[id(value)] = value  # kept, so that nothing else gets its id
+    if isinstance(value, tuple):
+        held = value
+    elif isinstance(value, functools.partial):
+        held = (value.func, value.args, tuple(sorted(value.keywords.items())))
+    elif inspect.ismethod(value):
+        held = (value.__func__, value.__self__)
+    elif inspect.isfunction(value):
+        yield _source(value)
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        held = (value.__defaults__, tuple(sorted((value.__kwdefaults__ or {}).items())), *map(_content, cells))
+    elif inspect.isclass(value) or inspect.ismodule(value):
+        yield name_of(value)
+        return
+    else:
+        yield _source(type(value))
+        held = (getattr(value, "__wrapped__", None),)
+        if dataclasses.is_dataclass(value):
+            held += tuple((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    for item in held:
+        yield from _described(item, seen)
+
+
+def _content(named: tuple[str, types.CellType]) -> tuple[str, Any]:
+    try:
+        return named[0], named[1].cell_contents
+    except ValueError:  # not assigned yet
+        return named[0], None
+
+
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # no file, or one that is not Python
+        return name_of(function)
 
 
 def name_of(function: Any) -> str:

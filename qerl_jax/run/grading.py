@@ -63,4 +63,5 @@ class Grading:
             rewards=np.where(failed, np.nan, rewards).astype(np.float32),
             reward_parts={name: np.asarray(values, np.float32) for name, values in parts.items()},
             drawn=len(self._problems),
+            sampled=int(lengths.sum()),
         )

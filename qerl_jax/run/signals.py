@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ from typing import Any, Self
 @contextlib.contextmanager
 def interrupting() -> Iterator[None]:
     """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, unless they have a handler or are ignored."""
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL and _can_handle()]
     for number in numbers:
         signal.signal(number, signal.default_int_handler)
     try:
@@ -24,9 +25,14 @@ def interrupting() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def _can_handle() -> bool:
+    """Whether this is the main thread, which alone may have handlers."""
+    return threading.current_thread() is threading.main_thread()
+
+
 class StopSignals:
     """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the step; a second one acts as usual.
-    A signal that is ignored stays so, as SIGHUP is under nohup.
+    A signal that is ignored stays so, as SIGHUP is under nohup. In another thread than the main one it does nothing.
 
     Args:
       answers: whether to say on standard error that the request was heard, since a step may take minutes.
@@ -42,7 +48,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if _can_handle() and signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._request)
         return self
 

@@ -78,7 +78,8 @@ def experience_of(whole: Rollout, places: list[int]) -> Experience:
         "a/timed_out": np.where(rows % 3, 0, np.nan).astype(np.float32),
     }
     rewards = 2 * parts["a"] + parts["a/timed_out"]
-    return Experience(list(places), rollout, [f"row {row}" for row in rows], rewards, parts, len(places))
+    sampled = int((rollout.lengths - rollout.prompt_lengths).sum())
+    return Experience(list(places), rollout, [f"row {row}" for row in rows], rewards, parts, len(places), sampled)
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])
@@ -93,6 +94,7 @@ def test_all_replicas_gather_the_experience_of_one(whole, count, entropies):
 
     for found in on_replicas(count, gathered):
         assert (found.problems, found.completions, found.drawn) == (wanted.problems, wanted.completions, 5)
+        assert found.sampled == wanted.sampled
         arrays = (found.rollout, found.rewards, found.reward_parts), (whole, wanted.rewards, wanted.reward_parts)
         assert jax.tree.structure(arrays[0]) == jax.tree.structure(arrays[1])
         for a, b in zip(*map(jax.tree.leaves, arrays), strict=True):

@@ -1,5 +1,6 @@
 """What a run says of itself, from rows made by hand."""
 
+import dataclasses
 import re
 
 import pytest
@@ -90,6 +91,10 @@ def test_a_run_that_trained_nothing_is_an_error(changes, words):
 
 def test_equal_rewards_of_a_trial_are_said_and_several_reasons_counted():
     assert "the rewards of every group were equal" in refuse_untrained(rows(2, **EQUAL), CONFIG)
+    still, one = rows(1, learning_rate=0.0), dataclasses.replace(CONFIG, num_iterations=1)  # a warm-up's first step
+    assert refuse_untrained(still, one).startswith("none of 1 steps trained anything: its learning rate was 0, where")
+    assert refuse_untrained(still + rows(1, learning_rate=1e-5), one) == refuse_untrained(still, CONFIG) == ""
+    assert refuse_untrained(still, dataclasses.replace(one, learning_rate=0.0)) == ""
     with pytest.raises(ValueError, match=r"3 × the rewards .*; 1 × the gradient"):
         refuse_untrained(rows(1, grad_norm=0.0) + rows(3, **EQUAL), CONFIG)
 

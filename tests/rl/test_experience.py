@@ -89,6 +89,7 @@ def check(experience: Experience, items: list[int], world: World) -> None:
     expected = [value for n in items for value in (world.table[n], 0.0)]
     np.testing.assert_array_equal(experience.rewards, np.asarray(expected, np.float32))
     np.testing.assert_array_equal(experience.reward_parts["half"], experience.rewards / 2)
+    assert experience.sampled == 2 * GROUP * experience.drawn  # two tokens each, also of groups that were replaced
 
 
 def test_without_resampling_every_group_stays():

@@ -3,13 +3,16 @@
 import array
 import dataclasses
 import datetime
+import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import small
 from rich.console import Console
@@ -24,7 +27,14 @@ from qerl_jax.evaluation import Evaluation
 from qerl_jax.reporting.metrics import MetricsFile, cut_back, read_evaluations, write_evaluations
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
-from qerl_jax.run.fingerprints import PROMPTS_DATE, fingerprints, model_fingerprint, problems_fingerprint, prompts_date
+from qerl_jax.run.fingerprints import (
+    PROMPTS_DATE,
+    fingerprints,
+    function_fingerprint,
+    model_fingerprint,
+    problems_fingerprint,
+    prompts_date,
+)
 from qerl_jax.run.lifecycle import _kept_evaluations, restore
 from qerl_jax.train import parse
 from qerl_jax.types import TrainState
@@ -156,6 +166,31 @@ def test_a_dataset_is_its_ids_tokens_answers_and_columns_in_order():
     items += [EncodedProblem(one, array.array("i", ids)) for ids in ([1, 3], [2, 1])]
     sets = [[item] for item in items] + [items[:2], items[1::-1]]
     assert len({problems_fingerprint(some) for some in sets}) == len(sets)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    by: float
+
+    def __call__(self, value: float) -> float:
+        return self.by * value
+
+
+def test_a_function_is_its_source_and_what_it_holds():
+    """Not its own record, which a notebook's second call finds filled."""
+
+    def scaled(by: object, record: list) -> Callable:
+        return lambda value, scale=1: record.append(value) or by * value * scale
+
+    functions = [
+        None, scaled(1, []), scaled(1.5, []), scaled(Scaled(1), []), Scaled(1), Scaled(2), Scaled(1).__call__,
+        functools.partial(scaled, 1), functools.partial(scaled, 2), optax.lion(1e-4), optax.lion(1.0),
+        optax.lion(optax.cosine_decay_schedule(1e-4, 8)), optax.lion(optax.cosine_decay_schedule(1e-4, 9)),
+        optax.sgd(1e-4), jax.jit(Scaled(1)), jax.jit(Scaled(2)),
+    ]  # fmt: skip
+    prints = [function_fingerprint(function) for function in functions]
+    assert len(set(prints)) == len(functions)
+    assert function_fingerprint(scaled(1, [2])) == prints[1] and function_fingerprint(optax.lion(1.0)) == prints[10]
 
 
 def test_a_large_model_is_sampled_all_over(tmp_path):
