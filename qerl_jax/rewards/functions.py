@@ -167,8 +167,8 @@ def score(
         get it in the place of `answers`.
 
     Returns the totals and the components: "NAME" has each reward's values with NaN for None, "NAME/FLAG" has 1 where
-    the flag of `FLAGS` was raised. The total is NaN where every reward is None or grading failed; such a completion
-    does not contribute to the update.
+    the flag of `FLAGS` was raised. The total is NaN where every reward of a weight is None or grading failed; such a
+    completion does not contribute to the update. A reward of weight 0 is a component alone.
 
     Raises RewardError if a reward raises, returns the wrong number of values, or one that is neither a finite number
     nor None, and for a total beyond `LARGEST_TOTAL`.
@@ -177,7 +177,7 @@ def score(
     each = {name: call(name, reward, rows) for name, reward in rewards.items()}
     totals = []
     for i, row in enumerate(zip(*each.values(), strict=True)):
-        known = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
+        known = [weight * value for weight, value in zip(weights, row, strict=True) if weight and value is not None]
         totals.append(sum(known) if known else math.nan)
         if abs(totals[-1]) > LARGEST_TOTAL:
             raise RewardError(f"the rewards of completion {i}, {row}, add up to {totals[-1]:g}: more than squares bear")

@@ -187,6 +187,13 @@ def test_a_missing_column_is_named():
         score({"overlong": functions.overlong}, (1.0,), ["p"], ["c"], ["x"])
 
 
+def test_a_reward_of_weight_0_is_shown_alone():
+    """What it lacks, or timed out on, changes no total."""
+    rewards = {"pays": lambda **_: [1.0, None, 0.5], "shown": lambda **_: [TimedOut(math.nan), 1.0, 2.0]}
+    totals, parts = score(rewards, (1.0, 0.0), ["p"] * 3, ["c"] * 3, ["x"] * 3)
+    assert (totals[0], math.isnan(totals[1]), totals[2], parts["shown"][1:]) == (1.0, True, 0.5, [1.0, 2.0])
+
+
 def test_without_a_gold_answer_nothing_is_right_or_wrong():
     """Problems with tests in place of an answer, mixed with others."""
     for name in ("answer", "dapo"):
