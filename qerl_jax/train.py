@@ -119,7 +119,7 @@ def train(
             return None
         run, state = prepare(config, console, hooks, replicas)
         lock = locked(run.directory) if replicas.is_first else contextlib.nullcontext()
-        with run.rewards, run.programs, run.vllm or contextlib.nullcontext(), lock:
+        with run.rewards, contextlib.closing(run.workers), run.programs, run.vllm or contextlib.nullcontext(), lock:
             recorder, state = begin_run(run, state)
             with recorder:
                 for _ in range(int(state.step), run.config.num_rollouts):

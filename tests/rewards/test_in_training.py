@@ -4,6 +4,7 @@ import array
 import dataclasses
 import datetime
 import math
+import multiprocessing
 from pathlib import Path
 
 import datasets
@@ -88,6 +89,9 @@ def test_a_run_outlives_a_reward_that_hangs_and_dies_and_ends_well_when_it_raise
         # max_completion_length 24, its fifth 4 tokens: the penalty begins after 20
         assert late or total == pytest.approx(length - max(length - 20, 0) / 4)
     assert {p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()} == {"2", "3"}
+    (tmp_path / "mine.py").write_text(REWARD.replace(">= 7", ">= 99"))
+    assert train.main(["--config", str(file), "--resume", "auto"]) == 2 and multiprocessing.active_children() == []
+    assert f"reward {name} is not what it was" in capfd.readouterr().err
 
 
 def test_a_trl_users_functions_and_records(tmp_path, capsys):
