@@ -296,8 +296,8 @@ def test_a_completion_with_a_broken_logit_leaves_the_others_as_they_are(tmp_path
         "def reward(prompts, completions, **_):\n"
         "    return [5.0 if '@' in p else float(i % 2) for i, p in enumerate(prompts)]\n"
     )
-    flags = ["--reward-funcs", f"{tmp_path / 'mine.py'}:reward", "--reward-workers", "0", "--max-steps", "1"]
-    assert train.main(training(tmp_path, *flags)) == 0
+    flags = ["--reward-funcs", f"{tmp_path / 'mine.py'}:reward", "--reward-workers", "0", "--num-iterations", "2"]
+    assert train.main(training(tmp_path, *flags)) == 0  # finished after two updates of one rollout
     (step,) = read_metrics(tmp_path / "run")
     assert step["completions/failed"] == 2 and step["skipped"] == 0 and step["grad_norm"] > 0
     assert step["reward"] == 0.5

@@ -1,5 +1,6 @@
 """Lowered programs on disk: traced and lowered once for all processes."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -108,6 +109,15 @@ def test_versions_are_those_of_the_libraries_that_lower():
     every = {f"{each.name.replace('-', '_')}-{each.version}".lower() for each in importlib.metadata.distributions()}
     assert found == {name for name in every if name.startswith(lowered._DISTRIBUTIONS)}
     assert {name.split("-")[0] for name in found} >= {"jax", "jaxlib", "flax", "numpy", "ml_dtypes"}
+
+
+def test_a_program_is_lowered_for_the_gpu_that_is_asked_about():
+    platforms = []
+    for gpu in (None, H200):
+        with dispatch.lowering_for(gpu) if gpu else contextlib.nullcontext():
+            exported, _ = lowered._exported(lambda x: x + 1, [jnp.ones(3)], jax.tree.structure(((0,), {})))
+            platforms.append(exported.platforms)
+    assert platforms == [("cpu",), ("cuda",)]
 
 
 def test_sources_and_only_those_of_a_command_decide(tmp_path):

@@ -27,7 +27,7 @@ from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import encode_problems
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.models.lora import LoraConfig
-from qerl_jax.parallel import ALONE
+from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import Ahead
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.reporting.phases import Phases
@@ -40,6 +40,7 @@ from qerl_jax.rl.state import init_state
 from qerl_jax.run import lifecycle
 from qerl_jax.run.grading import Grading
 from qerl_jax.run.hooks import Hooks
+from qerl_jax.run.lowering_workers import LoweringWorkers
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
 from qerl_jax.types import FinishReason, Policy, Rollout, TrainState
@@ -181,6 +182,10 @@ def test_the_record(step):
     metrics = step_metrics(experience, update, 3, timing, "spy")
     assert metrics["accuracy"] == pytest.approx(3 / 5)  # one of the six has no verdict
     assert (metrics["tokens_per_second"], metrics["step_time"]) == (sampled / 2.0, 4.0)
+    rollout = experience.rollout
+    ended = np.asarray(rollout.lengths - rollout.prompt_lengths)[np.asarray(rollout.finish) != LENGTH]  # or failed
+    assert metrics["completions/mean_terminated_length"] == pytest.approx(ended.mean())
+    assert metrics["completions/failed"] == 1
     no_verdict = experience.reward_parts | {"spy": np.full(6, np.nan, np.float32)}
     no_verdict["spy/timeout"] = np.float32([1, 0, 0, 1, 0, 0])
     entropies = jnp.asarray(experience.rollout.completion_mask * 0.25, jnp.float32)
@@ -287,6 +292,16 @@ def test_the_end_of_a_run(step, tmp_path):
     assert recorder.evaluations.get("before").accuracy == 1 / 2 and curves[1][0] == 0
     assert calls[1][0] is policy
     calls.clear()
+
+    def submit(*arguments):
+        raise LookupError(*arguments[-2:])
+
+    workers = LoweringWorkers()
+    workers.submit = submit
+    one = dataclasses.replace(run, vllm=None, workers=workers, replicas=Replicas(1, 2))
+    with pytest.raises(LookupError) as asked:  # the programs of its own problems
+        lifecycle._evaluate(one, recorder, policy, "before", 0)
+    assert asked.value.args == (1, max(len(item.tokens) for item in run.eval_problems))
 
     def shared(replicas):
         return lifecycle.evaluate_policy(dataclasses.replace(run, replicas=replicas), policy)

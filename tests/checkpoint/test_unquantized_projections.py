@@ -167,6 +167,7 @@ def test_what_config_json_ignores_is_what_the_files_hold(source, tmp_path, ignor
         ("model.layers.*.self_attn*", {Q0, "model.layers.0.self_attn.o_proj", "model.layers.10.self_attn.q_proj"}),
         (r"re:.*\.q_proj$", {Q0, "model.layers.10.self_attn.q_proj"}),
         (r"re:self_attn", set()),
+        (r"re:model\.layers\.1\d?\.", {"model.layers.10.self_attn.q_proj"}),
     ],
 )
 def test_names_of_unquantized_modules(name, matches):

@@ -272,7 +272,7 @@ def test_conversations_that_cannot_be_gone_on_with(tmp_path, messages):
         ("dapo-math", "did you mean 'dapomath'"),
         ("mathh", "did you mean 'math'"),
         ("arithmetics", "did you mean 'arithmetic'"),
-        ("bigmth:/some/where", "did you mean 'bigmath:/some/where'"),
+        ("bigmth:/some/where", "'bigmth:/some/where' is neither one of .*; did you mean 'bigmath:/some/where'"),
         ("openai/gsm8k", r"does not exist in \S+; did you mean 'gsm8k'"),
         ("nothing", r"'nothing' is neither one of \['aime24', 'aime25', 'amc23', 'arithmetic', .* '.parquet'\]$"),
         ("none.jsonl", rf"'none\.jsonl' does not exist in {os.path.realpath('.')}$"),

@@ -15,6 +15,7 @@ from qerl_kernels.nvfp4_matmul.route import route
 from qerl_jax.models import cache as kv
 from qerl_jax.models import fused_decode
 from qerl_jax.models.config import ModelConfig
+from qerl_jax.models.executor import PlainExecutor
 from qerl_jax.models.formats import Dense
 from qerl_jax.models.linear import linear
 from qerl_jax.models.lora import Lora, fuse_lora_a
@@ -120,7 +121,9 @@ def test_batch_invariant_decode_is_plain():
 
 
 def test_batches_and_ranks_beyond_the_kernels_run_plain():
-    assert not fused_decode.can_fuse_decode(model_of().projections(), 129)
+    model, fused, plain = model_of(), fused_decode.FusedDecodeExecutor, PlainExecutor
+    for batch, batch_invariant, kind in ((128, False, fused), (129, False, plain), (8, True, plain)):
+        assert type(model._decode_executor(batch, batch_invariant)) is kind
     assert not fused_decode.can_fuse_decode(model_of(rank=72).projections(), 8)
     assert "f32[5,72]" in traced(model_of(rank=72))
 

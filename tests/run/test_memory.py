@@ -24,6 +24,7 @@ from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, recomputation
 from qerl_jax.rl.state import init_state
+from qerl_jax.rollout.shapes import prefill_bytes
 from qerl_jax.run import memory
 from qerl_jax.run.abstract import abstract_run, abstract_trees
 from qerl_jax.run.dry_run import memory_table, parameter_table
@@ -129,6 +130,10 @@ def test_processes_need_memory_for_their_own_completions():
         memory.refuse_oversized(config, 20e9)
     memory.refuse_oversized(config, 20e9, 2)
     policy, state = abstract_run(config)  # beside which so much is free once it is there
+    config = dataclasses.replace(config, max_prompt_length=512)
+    prefills = [memory.estimate_memory(policy, state, config, None, count).rollout.prefill for count in (1, 16)]
+    assert prefills == [prefill_bytes(policy, prompts, 512, False) for prompts in (16, 1)]
+    assert prefills[0] > prefills[1]
     refuse_rollout(policy, state.config, Replicas(1, 2), 10_000_000_000)
     with pytest.raises(ValueError, match="cannot hold 128 completions"):
         refuse_rollout(policy, state.config, Replicas(), 10_000_000_000)
@@ -201,6 +206,8 @@ def test_the_evaluations_cache_is_the_real_one(tmp_path):
     half = bytes_on_device(caches) * 3 // 32 // 2  # of the caches of three prompts, about
     limited = memory_report(runs.config(tmp_path, rollout_memory_gb=half / 1e9, **changes)).memory
     assert 0 < limited.evaluation.cache <= half and 0 < limited.evaluation.sequences < 3
+    few = memory_report(runs.config(tmp_path, eval_samples=1, **changes | {"eval_num_generations": 2})).memory
+    assert few.evaluation.sequences == 2  # of the evaluation's own number
     without = memory_report(runs.config(tmp_path)).memory
     assert (without.evaluation.cache, without.evaluation.sequences, without.evaluation_peak) == (0, 0, 0)
 
