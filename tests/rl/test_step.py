@@ -256,6 +256,18 @@ def test_parameters_that_overflow_under_a_finite_gradient_are_not_applied(micro,
         assert all((leaf > 9e37).all() and np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.lora))
 
 
+@pytest.mark.parametrize("first", [jnp.ones((), jnp.float32), jnp.ones(3, jnp.bfloat16)], ids=["scalar", "bf16"])
+def test_an_optimizers_state_that_overflows_is_not_kept(micro, first):
+    def grow(gradient, grown, params=None):
+        return jax.tree.map(jnp.zeros_like, gradient), grown * jnp.asarray(jnp.inf, grown.dtype)
+
+    state = init_state(micro, make_config(), optax.GradientTransformation(lambda params: first, grow))
+    parts = optimizer.parts_of([{"lora": micro.lora["layers"][i]} for i in (0, 1)])
+    after, metrics = optimizer.apply_gradients(state, parts, empty_sums(["loss", "tokens", "trained_tokens"]))
+    assert float(metrics["skipped"]) == 1 and np.isfinite(metrics["grad_norm"])
+    assert_trees_equal((after.lora, after.opt_state), (state.lora, state.opt_state))
+
+
 def test_a_single_parameter_that_becomes_nan_is_not_applied(micro):
     """One entry of layer 1, of a shape that other adapters have as well."""
     own = optax.stateless(lambda gradient, params: jax.tree.map(lambda p: jnp.where(p == 7, jnp.nan, -p), params))
