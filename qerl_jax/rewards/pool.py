@@ -192,7 +192,7 @@ class WorkerPool:
             while left := {task: rows for task, rows in enumerate(tasks) if task not in results}:
                 if rounds:
                     self.close()
-                if rounds == 2:
+                if rounds == 3:
                     raise RewardError(f"reward {name!r}: the workers died or stopped, {len(left)} tasks are not graded")
                 rounds += 1
                 for task, outcome in self._outcomes(name, left, begun):
