@@ -46,6 +46,10 @@ def use_compilation_cache(directory: str | None, environ: Mapping[str, str] = os
     if not is_writable:
         jax.config.update("jax_compilation_cache_dir", None)
         return f"compiled programs are not kept: {path} is not writable (compilation_cache_dir)"
+    if jax.config.jax_compilation_cache_dir != str(path):
+        from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+        reset_cache()  # JAX goes on with the first directory of a process
     jax.config.update("jax_compilation_cache_dir", str(path))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

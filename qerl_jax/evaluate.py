@@ -82,7 +82,7 @@ _NOT_SETTINGS = (  # no item depends on these
 )
 _VLLM_SHARE = 0.85  # share of the GPU's memory; JAX needs little here
 
-_BATCHES = 8  # batches of completions sampled together: slots idle only while the last of them end
+_BATCHES = 8  # batches of completions of each process sampled together: slots idle only while the last of them end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _OwnArguments(launch.Devices):
     evaluation goes on where it was killed; a file of other settings is refused."""
     problems_at_once: int | None = None
     """Problems sampled together and then written to `records`; what a kill can lose. None: as many as make 8 batches
-    of completions."""
+    of completions of each process."""
 
 
 def main(argv: Sequence[str] | None = None, generate: Generate = generate) -> int:
@@ -189,8 +189,8 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
         f"weights in {loaded_format(directory, config.weight_format).upper()}, computed in {config.dtype}", flush=True
     )
     tokenizer = load_tokenizer(directory, model.vocab_size)
-    kept = kept_settings(Path(arguments.records)).get(PROMPTS_DATE) if arguments.records else None
-    date = replicas.broadcast(evaluation_date(kept, config.adapter and Path(config.adapter)))
+    kept = kept_settings(Path(arguments.records)) if arguments.records else {}
+    date = replicas.broadcast(evaluation_date(kept.get(PROMPTS_DATE), config.adapter and Path(config.adapter)))
     if is_dated := freeze_date(tokenizer, date):
         print(f"the chat template writes the date {date}", flush=True)
     print(f"reading and tokenizing {arguments.dataset} …", flush=True)
@@ -210,7 +210,10 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
         print(note, flush=True)
     longest = max(len(item.tokens) for item in problems)
     check_positions(model, longest, config.max_completion_length)
-    at_once = arguments.problems_at_once or math.ceil(_BATCHES * config.eval_batch_size / config.eval_num_generations)
+    own = math.ceil(_BATCHES * config.eval_batch_size / config.eval_num_generations) * replicas.count
+    known = kept.get("problems_at_once")  # perhaps of another number of processes
+    at_once = arguments.problems_at_once or (known if isinstance(known, int) and known > 0 else own)
+    at_once = replicas.broadcast(at_once)
     with contextlib.ExitStack() as stack:
         records = None
         if arguments.records is not None and replicas.is_first:

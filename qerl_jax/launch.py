@@ -5,13 +5,13 @@ place among those of a cluster.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -26,8 +26,7 @@ from qerl_jax.config import ConfigError
 from qerl_jax.parallel import Replicas
 from qerl_jax.run.devices import usable_bytes
 
-_SET_DEATH_SIGNAL = 1  # of prctl, Linux
-_LAUNCHER = "QERL_JAX_LAUNCHER"  # in the environment of the processes that a launcher starts: its process id
+_LAUNCHER = "QERL_JAX_LAUNCHER"  # in the environment of the processes that a launcher starts: a pipe that ends with it
 ALL = "all"
 Fits = Callable[[float, int, int, Gpu], bool]
 """Whether memory of so many bytes suffices on each GPU of so many processes with so many each."""
@@ -114,7 +113,7 @@ def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int])
 
     Raises ConfigError for devices that are not there.
     """
-    start = start_of(given, len(driver.gpus()), _cluster())
+    start = start_of(given, len(driver.gpus()), None if given.coordinator else _cluster())
     for name, value in start.settings.items():
         jax.config.update(name, value)
     if start.said:
@@ -149,10 +148,9 @@ def as_replica(replicas: Replicas, body: Callable[[Replicas], int]) -> int:
 
 def count(given: Devices) -> int:
     """Processes that a command with these flags has. Raises ConfigError."""
-    cluster = _cluster()
     if _place(given)[0] is not None:
         return given.num_processes
-    if cluster:
+    if cluster := _cluster():
         return cluster.get_process_count()
     return count_of(given.devices, len(driver.gpus()), _size(given))
 
@@ -222,17 +220,14 @@ def launch(program: Sequence[str], count: int, grace_seconds: int = 50) -> int:
         some.bind(("localhost", 0))
         coordinator = f"localhost:{some.getsockname()[1]}"
     command = [sys.executable, *program, "--coordinator", coordinator, "--num-processes", str(count)]
-    environment = os.environ | {_LAUNCHER: str(os.getpid())}
+    alive, held = os.pipe()
+    environment = os.environ | {_LAUNCHER: str(alive)}
     if environment.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # JAX's default
         environment["TF_CPP_MIN_LOG_LEVEL"] = "2"  # else XLA warns that it is new to let processes outlive others
     children: list[subprocess.Popen] = []
-
-    def pass_on(number: int, _: object = None) -> None:
-        for child in children:
-            child.send_signal(number)
-
+    received: list[int] = []  # signals to pass on once all have been started
     stopping = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, pass_on) for number in stopping}
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in stopping}
     try:
         for index in range(count):
             children.append(
@@ -240,23 +235,30 @@ def launch(program: Sequence[str], count: int, grace_seconds: int = 50) -> int:
                     [*command, "--process-id", str(index)],
                     stdout=subprocess.DEVNULL if index else None,
                     env=environment,
+                    pass_fds=[alive],
                     start_new_session=True,  # Ctrl-C reaches them through this process, once
                 )
             )
-        return _wait(children, grace_seconds)
+        return _wait(children, received, grace_seconds)
     finally:
         for child in children:
             child.kill()
             child.wait()
+        os.close(alive)
+        os.close(held)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _wait(children: Sequence[subprocess.Popen], grace_seconds: int) -> int:
-    """Exit code of processes that are to end together."""
+def _wait(children: Sequence[subprocess.Popen], received: list[int], grace_seconds: int) -> int:
+    """Exit code of processes that are to end together and get each signal that is `received`."""
     failed, end = None, float("inf")
     while any([child.poll() is None for child in children]) and time.monotonic() < end:
         time.sleep(0.1)
+        while received:
+            number = received.pop(0)
+            for child in children:
+                child.send_signal(number)
         bad = [index for index, child in enumerate(children) if child.poll()]
         if bad and failed is None:
             failed, end = bad[0], time.monotonic() + grace_seconds
@@ -277,12 +279,16 @@ def _name(number: int) -> str:
 
 
 def _end_with_launcher() -> None:
-    """SIGTERM for this process when the launcher that started it dies, on Linux; an end at once if it is dead."""
-    if (launcher := os.environ.pop(_LAUNCHER, None)) is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(launcher):
-        os._exit(STOPPED)
+    """One SIGTERM for this process when the launcher that started it dies. (Linux's own signal for that comes once for
+    each of its threads.)
+    """
+
+    def wait(pipe: int) -> None:
+        os.read(pipe, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if (launcher := os.environ.pop(_LAUNCHER, None)) is not None:
+        threading.Thread(target=wait, args=(int(launcher),), daemon=True).start()
 
 
 def _place(given: Devices) -> tuple[str | None, int | None, int | None]:
@@ -309,6 +315,10 @@ def _cluster() -> Any:
     """What JAX knows of the cluster that started this process as one of several; None elsewhere."""
     from jax._src import clusters  # public only as a part of jax.distributed.initialize
 
+    alone = {  # though JAX takes them for clusters: a pod of no indexed job, and a shell or step of one task
+        "K8sCluster": "JOB_COMPLETION_INDEX" not in os.environ,
+        "SlurmCluster": os.environ.get("SLURM_STEP_NUM_TASKS") == "1",
+    }
     kinds = [kind for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method]
-    found = next((kind for kind in kinds if kind.is_env_present()), None)
+    found = next((kind for kind in kinds if not alone.get(kind.__name__) and kind.is_env_present()), None)
     return found if found is not None and found.get_process_count() > 1 else None

@@ -67,6 +67,10 @@ def test_the_cache_can_be_moved_limited_and_turned_off(settings, tmp_path):
     assert settings() == (mine, True, 60)
     assert use_compilation_cache(mine, {}) == f"compiled programs are kept in {mine} (compilation_cache_dir)"
     assert settings() == (mine, True, 0)
+    for folder in "mine", "other":
+        use_compilation_cache(str(tmp_path / folder), {})
+        jax.block_until_ready(jax.jit(lambda x: x * 3 + len(folder))(1.0))  # noqa: B023
+    assert all(any((tmp_path / folder).glob("*-cache")) for folder in ("mine", "other"))
     (tmp_path / "file").touch()
     assert f"{tmp_path / 'file'} is not writable" in use_compilation_cache(str(tmp_path / "file"))
     assert settings()[0] is None

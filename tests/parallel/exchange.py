@@ -76,6 +76,10 @@ if __name__ == "__main__":
     size = int(os.environ.get("DEVICES_OF_A_REPLICA", "1"))
     counts = [launch.count(launch.Devices(devices="3"))]
     code = launch.run(launch.Devices(tensor_parallel_size=size), [], exchanges)
-    os.environ["SLURM_NTASKS"] = "1"  # a step of one process is no cluster
+    os.environ["SLURM_STEP_NUM_TASKS"] = "1"  # a step of one process is no cluster, nor is a job of one
+    counts.append(launch.count(launch.Devices(devices="3")))
+    del os.environ["SLURM_STEP_NUM_TASKS"]
+    os.environ["SLURM_NTASKS"] = "1"
+    os.environ["KUBERNETES_SERVICE_HOST"] = "x"  # nor a pod of no indexed job
     say([*counts, launch.count(launch.Devices(devices="3"))])
     sys.exit(code)

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -288,6 +290,40 @@ def test_processes_end_together(body, grace, code, said, tmp_path, capfd):
     assert (captured.out, captured.err) == ("ready 0\n", said)  # the others' standard output is dropped
 
 
+def test_a_signal_while_processes_are_started_reaches_all():
+    sleeping = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    assert launch._wait(sleeping, [signal.SIGTERM], 30) == 128 + signal.SIGTERM
+
+
+ORPHAN = """
+import os, pathlib, signal, sys, threading, time
+from qerl_jax import launch
+if sys.argv[1:]:
+    got = []
+    signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    launch._end_with_launcher()
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1)
+    pathlib.Path(__file__).with_name("got").write_text(str(len(got)))
+else:
+    for _ in range(3):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    launch.launch([__file__], 1)
+"""
+
+
+def test_a_dead_launcher_ends_its_processes_by_one_signal(tmp_path):
+    """A second one would end a process at once, without its checkpoint."""
+    (tmp_path / "both.py").write_text(ORPHAN)
+    assert subprocess.run([sys.executable, tmp_path / "both.py"]).returncode == -signal.SIGKILL
+    got = tmp_path / "got"
+    for _ in range(300):
+        if got.exists() and got.read_text():
+            break
+        time.sleep(0.1)
+    assert got.read_text() == "1"
+
+
 def test_processes_have_sessions_of_their_own():
     """So that Ctrl-C reaches them once, through their launcher."""
     assert launch.launch(["-c", "import os, sys; sys.exit(os.getsid(0) != os.getpid())"], 1) == 0
@@ -330,7 +366,11 @@ def killed(place):
     """(exit code, output, seconds from the kill to the end) of the run of two, whose second process is killed after
     some steps. The run of one is run meanwhile: this end is seconds of waiting.
     """
-    with runs.start(place / "two.yaml", "--devices", "2") as process, ThreadPoolExecutor(1) as pool:
+    proxy = "http://127.0.0.1:9"  # which nobody answers, and is not meant for the other process
+    with (
+        runs.start(place / "two.yaml", "--devices", "2", http_proxy=proxy, no_proxy="") as process,
+        ThreadPoolExecutor(1) as pool,
+    ):
         runs.wait_for_step(place / "two", 2, process)
         began, replicas = time.monotonic(), processes_of(process.pid)
         assert sorted(replicas) == [0, 1]

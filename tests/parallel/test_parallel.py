@@ -241,4 +241,4 @@ def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, 
         assert first == "from 0" and restored == [0.0, 1.0, 2.0]
         assert lowered == ["checksum"]  # once, for both
         assert error == ["replica 1 failed: KeyError: 'a reason'", "raised"][index]
-        assert processes == [2, 3]  # of a command that wants three: the cluster's; its own in a step of one process
+        assert processes == [2, 3, 3]  # of a command that wants three: the cluster's; its own in a step of one process
