@@ -262,6 +262,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         "no limit of prompts: those of more than max_prompt_length tokens are dropped, by default 512 or what "
         "max_completion_length leaves of the model's max_position_embeddings",
         "vllm_gpu_memory_utilization 0.4: needs rollout_backend vllm",
+        "warmup_steps 10: warmup_ratio is its share of 200 updates, of no other length",
         "use_vllm True: see rollout_backend (vllm; left out, the trainer's own engine samples)",
         "dataloader_num_workers 4: all problems are read before the first step",
         "lora_dropout 0.05 (by default): there is no dropout, whose mask the ratio would measure",
@@ -302,6 +303,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
         ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps 10: warmup_ratio is 10 / number of updates"),
         ("warmup_steps: 7\nmax_steps: 25", {"warmup_ratio": math.nextafter(0.28, 0)}, ""),  # 0.28 · 25 is above 7
         ("warmup_steps: 3\nmax_steps: 3", {"max_steps": 3, "warmup_ratio": 0.1}, "warmup_steps 3: warmup_ratio is 3 /"),
+        ("warmup_steps: 1\nmax_steps: 3\nnum_iterations: 2", {"warmup_ratio": 0.25}, "is its share of 4 updates"),
         ("warmup_steps: 0.25", {"warmup_ratio": 0.25}, ""),
         ("lr_scheduler_type: constant\nwarmup_steps: 0.5", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),
         ("lr_scheduler_type: constant_with_warmup", {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}, ""),

@@ -330,8 +330,14 @@ def _schedule(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         left_out.append(f"warmup_steps {value}: warmup_ratio is {value} / number of updates, which --dry-run shows")
         return fields
     values.pop("warmup_steps", None)
-    ratio = warmup if warmup < 1 else warmup / steps
-    if warmup >= 1 and math.ceil(ratio * steps) > warmup:  # 7 / 25 * 25 is more than 7
-        ratio = math.nextafter(ratio, 0.0)
+    if warmup < 1:
+        ratio = warmup
+    else:
+        a_rollout = coerce("num_iterations", values.get("num_iterations", 1), int)
+        updates = math.ceil(steps / a_rollout) * a_rollout  # the last rollout gets all of its updates
+        ratio = warmup / updates
+        if math.ceil(ratio * updates) > warmup:  # 7 / 25 * 25 is more than 7
+            ratio = math.nextafter(ratio, 0.0)
+        left_out.append(f"warmup_steps {warmup:g}: warmup_ratio is its share of {updates} updates, of no other length")
     ratio = values.pop("warmup_ratio", ratio)
     return fields | {"warmup_ratio": 0.0 if kind == "constant" else ratio}  # TRL's "constant" has no warm-up
