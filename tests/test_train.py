@@ -239,20 +239,20 @@ def test_a_curriculum_by_a_column(tmp_path):
 
 def test_a_dry_run_in_python_shows_what_train_was_given(tmp_path):
     """Records and a reward of a script, whose first prompt is that of a run; nothing is written, no state returned."""
-    records = [{"prompt": [{"role": "user", "content": f"{i} + 1?"}], "level": i} for i in (7, 8)]
+    records = [{"prompt": [{"role": "user", "content": f"{i} + 1?"}], "level": i} for i in (8, 7)]
     config = Config(
         "tiny", output_dir=str(tmp_path / "run"), prompt_column="prompt", answer_column="", reward_columns=("level",),
-        system_prompt="", batch_size=4, num_generations=2, max_completion_length=16,
+        system_prompt="", batch_size=4, num_generations=2, max_completion_length=16, data_order="level",
     )  # fmt: skip
 
     def mine(prompts, completions, level, **_):
-        assert prompts == [[{"role": "user", "content": "7 + 1?"}]] * 2
+        assert prompts == [[{"role": "user", "content": f"{number} + 1?"}] for number in level]
         return [float(number + len(message["content"])) for [message], number in zip(completions, level, strict=True)]
 
     console = Console(record=True, file=io.StringIO(), width=140)
     assert train.train(config, console, reward_funcs=mine, train_dataset=records, dry_run=True) is None
     text = console.export_text()
-    assert "<|im_start|>user\n7 + 1?<|im_end|>\n" in text and "nothing was written" in text
+    assert "<|im_start|>user\n7 + 1?<|im_end|>\n" in text and "8 + 1?" not in text and "nothing was written" in text
     assert "  21 for an unreadable answer, 'I do not know.' (mine 21)\n" in text  # 7 + 14 characters
     assert "num_train_epochs 1 of 2 problems: max_steps 1\n" in text and not (tmp_path / "run").exists()
 

@@ -93,8 +93,8 @@ def _show(
 
 
 def local_problems(config: Config, tokenizer: Any, console: Console, ids: Sequence[int]) -> list[EncodedProblem]:
-    """The training problems, read as a run does, of the datasets that are not on the hub; so are those evaluated.
-    `ids`: of the first step, where a function chooses.
+    """The training problems, read as a run does, of the datasets that are not on the hub, behind those with which a
+    curriculum begins; so are those evaluated. `ids`: of the first step, where a function chooses.
     """
     local = tuple(name for name in config.dataset if name not in PRESETS)
     evaluated = None if config.eval_dataset in PRESETS else config.eval_dataset
@@ -102,14 +102,17 @@ def local_problems(config: Config, tokenizer: Any, console: Console, ids: Sequen
         return []
     chosen = dataclasses.replace(config, dataset=local or (BUNDLED,), dataset_weights=None, eval_dataset=evaluated)
     stream, _ = load_problems(chosen, tokenizer, console)
+    first = with_ids(ids, 0, stream) if local == config.dataset else []
     if local == config.dataset:
         sized = config.with_max_steps(len(stream))
         if config.max_steps == -1:
             epochs = f"num_train_epochs {config.num_train_epochs:g}"
             say(console, f"{epochs} of {len(stream)} problems: max_steps {sized.max_steps}")
-        if not with_ids(ids, 0, stream):
+        if not first:
             say_left_out(sized, len(stream), console)
-    return [item for items in stream.sets for item in items] if local else []
+    if config.order_column and not first:
+        first = stream.at(0, 1)
+    return [*first, *(item for items in stream.sets for item in items)] if local else []
 
 
 def absent_datasets(config: Config, cache: Path) -> Iterator[str]:

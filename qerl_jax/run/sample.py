@@ -57,7 +57,7 @@ def sample_lines(config: Config, rewards: Rewards, tokenizer: Any, items: Sequen
         made-up problem stands for the first one.
     """
     item = items[0] if items else _encoded(config, config.dataset[0], tokenizer)
-    yield "The first prompt of the dataset:"
+    yield "The first prompt:"
     prompt = tokenizer.decode(list(item.tokens))
     yield prompt
     problem = item.problem
@@ -71,6 +71,8 @@ def sample_lines(config: Config, rewards: Rewards, tokenizer: Any, items: Sequen
     for i, (kind, text) in enumerate(texts.items()):
         each = ", ".join(f"{name} {_paid(parts[name][i])}" for name in config.reward_funcs)
         yield f"  {_paid(totals[i])} for {kind} answer, {text!r} ({each})"
+    if not problem.answer and "code" not in config.reward_funcs:
+        yield "No answer is known (answer_column), so that what a right one is paid is not shown."
     if all(map(math.isnan, totals)):
         yield "No reward pays a number for any of them: completions without one train nothing."
     elif "a right" in texts and all(str(parts[name][0]) == str(parts[name][1]) for name in config.reward_funcs):

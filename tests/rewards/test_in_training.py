@@ -191,7 +191,7 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
     config = dataclasses.replace(config, reward_funcs=("spy", "other"), reward_weights=(2.0, 0.5))
     paying = {"spy": lambda **named: spy(**named) and [1.0, 0.5, 0.25, 9.0], "other": lambda **_: [8.0, 2.0, 6.0, 9.0]}
     assert list(sample_lines(config, Rewards(**paying), tokenizer, items)) == [
-        "The first prompt of the dataset:",
+        "The first prompt:",
         tokenizer.decode(list(items[0].tokens)),
         "The reward is 2 × spy, 0.5 × other. It pays, where the answer is '2':",
         "  6 for a right answer, '<think>…</think><answer>2</answer>' (spy 1, other 8)",
@@ -215,6 +215,7 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
     assert list(sample_lines(config, Rewards(**one), tokenizer, without_answer))[2:] == [
         "The reward is 2 × spy, 0.5 × other. It pays:",
         "  2.5 for an unreadable answer, 'I do not know.' (spy 1, other 1)",
+        "No answer is known (answer_column), so that what a right one is paid is not shown.",
     ]
     hub = dataclasses.replace(
         config, dataset=("gsm8k",), overlong_prompts="drop"
