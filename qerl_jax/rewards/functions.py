@@ -261,7 +261,7 @@ def _missing(asked: Sequence[str], rows: Mapping[str, object]) -> str:
     if theirs := [column for column in missing if column in NOT_PASSED]:
         return f": {', '.join(theirs)} of TRL is not passed here: give it a default, or leave it out"
     if missing == ["answer"]:
-        return ": name the column of the dataset's answers in answer_column"
+        return ": name answer in reward_columns, or the column of the dataset's gold answers in answer_column"
     names = ", ".join(missing)
     return f": name {names} in reward_columns, if the dataset has it (the answer is `answer`)" if missing else ""
 

@@ -274,7 +274,7 @@ def test_reward_from_a_file(tmp_path):
     [
         ("completion_ids", "completion_ids of TRL is not passed here"),
         ("solution", "name solution in reward_columns"),
-        ("answer", "name the column of the dataset's answers in answer_column"),
+        ("answer", "name answer in reward_columns, or the column of the dataset's gold answers in answer_column"),
     ],
 )
 def test_a_reward_that_asks_for_what_training_does_not_pass(parameters, said):
