@@ -29,8 +29,7 @@ class Admission:
 class Schedule:
     """Queue, slots and prompt slots of one rollout.
 
-    Longest limit first, so that the slots reach their last sequences at about the same time; FIFO when limits are
-    equal.
+    Longest limit first, so that the slots reach their last sequences at about the same time (`fill`).
 
     Args:
       limits: largest completion length of each sequence, P · G of them.
