@@ -19,7 +19,7 @@ from qerl_jax.config import dump
 from qerl_jax.lowered import as_in_sources
 from qerl_jax.reporting.metrics import read_metrics
 
-FEW, MANY = 3, 40  # steps of a run: of the quick test, of the nightly one
+FEW, MANY = 3, 160  # steps of a run: of the quick test, of the nightly one
 MISSED = 120  # seconds after which a moment that never came is given up
 TRIES = 8  # for a moment at the end of a run, which ends if it is missed
 
@@ -61,7 +61,7 @@ def metrics_of(directory: Path) -> int:
 
 # A moment of a run, seen from outside through its files and what it prints.
 MOMENTS: dict[str, Callable[[Path, str], bool]] = {
-    "in the evaluation before the run": lambda run, said: said.endswith("before the run …\n"),
+    "in the evaluation before the run": lambda run, said: said.endswith("before training …\n"),
     "in a checkpoint's files": lambda run, said: any((run / "checkpoints").glob("*tmp*/*")),
     "before a checkpoint's manifest": lambda run, said: any(
         path.name.isdigit() and not (path / MANIFEST_FILE).exists() for path in (run / "checkpoints").glob("*")
