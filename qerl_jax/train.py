@@ -25,7 +25,7 @@ from rich.console import Console
 
 from qerl_jax import aqn, command, driver, keys, launch
 from qerl_jax.checkpoint import assets
-from qerl_jax.checkpoint.orbax import latest_step, saved_input
+from qerl_jax.checkpoint.orbax import latest_step, saved_inputs
 from qerl_jax.checkpoint.run_files import CONFIG_FILE
 from qerl_jax.config import Config, ConfigError, flags, load
 from qerl_jax.config.fields import answering
@@ -322,9 +322,11 @@ def refuse_given(config: Config, file: Path) -> None:
 
 def refuse_hooks(config: Config) -> None:
     """Raise ConfigError for a command line that would resume a run whose functions were given to `train`."""
+    if config.resume == "never" or config.allow_changed_inputs:
+        return
     output, none = Path(config.output_dir), Hooks().fingerprints()
-    given = [name.removeprefix("hook ") for name in none if saved_input(output, name) not in (None, none[name])]
-    if given and config.resume == "auto" and not config.allow_changed_inputs:
+    saved = saved_inputs(output)
+    if given := [name.removeprefix("hook ") for name in none if saved.get(name) not in (None, none[name])]:
         raise _begun_in_python(output, given)
 
 

@@ -263,15 +263,15 @@ def _refuse_other(path: Path, config: Config, saved: Any) -> None:
         )
 
 
-def saved_input(directory: Path, name: str) -> str | None:
-    """What the newest complete checkpoint of a run directory keeps of an input; None where there is none, or its
+def saved_inputs(directory: Path) -> dict[str, str]:
+    """What the newest complete checkpoint of a run directory keeps of its inputs; nothing where there is none, or its
     manifest cannot be read, which `Checkpointer.restore` says.
     """
     with contextlib.suppress(CheckpointError):
         if (step := latest_step(directory)) is not None:
             inputs = read_json(directory / CHECKPOINTS_DIR / str(step) / MANIFEST_FILE).get("inputs")
-            return inputs.get(name) if isinstance(inputs, dict) else None
-    return None
+            return inputs if isinstance(inputs, dict) else {}
+    return {}
 
 
 def _check_arrays(path: Path, saved: dict[str, Any], wanted: dict[str, Any], remedy: str) -> None:

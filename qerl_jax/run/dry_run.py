@@ -102,8 +102,9 @@ def local_problems(config: Config, tokenizer: Any, console: Console, ids: Sequen
         return []
     chosen = dataclasses.replace(config, dataset=local or (BUNDLED,), dataset_weights=None, eval_dataset=evaluated)
     stream, _ = load_problems(chosen, tokenizer, console)
-    first = with_ids(ids, 0, stream) if local == config.dataset else []
+    first: list[EncodedProblem] = []
     if local == config.dataset:
+        first = with_ids(ids, 0, stream)
         sized = config.with_max_steps(len(stream))
         if config.max_steps == -1:
             epochs = f"num_train_epochs {config.num_train_epochs:g}"

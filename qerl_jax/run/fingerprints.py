@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.checkpoint import assets
-from qerl_jax.checkpoint.orbax import saved_input
+from qerl_jax.checkpoint.orbax import saved_inputs
 from qerl_jax.config import Config
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.messages import Given
@@ -51,13 +51,13 @@ def fingerprints(
 
 def prompts_date(config: Config) -> datetime.date:
     """The date that the chat template writes into prompts: that of the run to resume, or today."""
-    saved = None if config.resume == "never" else saved_input(Path(config.output_dir), PROMPTS_DATE)
+    saved = None if config.resume == "never" else saved_inputs(Path(config.output_dir)).get(PROMPTS_DATE)
     return datetime.date.fromisoformat(saved) if saved else datetime.date.today()
 
 
 def evaluation_date(kept: Any, adapter: Path | None) -> datetime.date:
     """The date in prompts of an evaluation: the one `kept` with its records, that of its adapter's run, or today."""
-    found = kept or (adapter and saved_input(adapter.absolute().parent, PROMPTS_DATE))
+    found = kept or (adapter and saved_inputs(adapter.absolute().parent).get(PROMPTS_DATE))
     try:
         return datetime.date.fromisoformat(found or "")
     except (ValueError, TypeError):  # none, or no date: records with such settings are refused

@@ -15,7 +15,7 @@ from rich.console import Console
 from qerl_jax import aqn
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.hub import is_hub_id
-from qerl_jax.checkpoint.orbax import Checkpointer, saved_input
+from qerl_jax.checkpoint.orbax import Checkpointer, saved_inputs
 from qerl_jax.checkpoint.run_files import (
     ADAPTER_DIR,
     CHECKPOINTS_DIR,
@@ -94,7 +94,7 @@ def _kept_evaluations(config: Config, inputs: Mapping[str, str], step: int) -> d
     """
     directory, problems = Path(config.output_dir), f"eval_dataset {config.eval_dataset}"
     found = read_evaluations(directory)
-    if step == 0 or saved_input(directory, problems) != inputs.get(problems):
+    if step == 0 or saved_inputs(directory).get(problems) != inputs.get(problems):
         kept = {}
     elif step < config.num_rollouts:
         kept = {name: result for name, result in found.items() if name != "after"}
