@@ -210,9 +210,7 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
         print(note, flush=True)
     longest = max(len(item.tokens) for item in problems)
     check_positions(model, longest, config.max_completion_length)
-    own = math.ceil(_BATCHES * config.eval_batch_size / config.eval_num_generations) * replicas.count
-    known = kept.get("problems_at_once")  # perhaps of another number of processes
-    at_once = arguments.problems_at_once or (known if isinstance(known, int) and known > 0 else own)
+    at_once = problems_at_once(arguments.problems_at_once, kept.get("problems_at_once"), config, replicas.count)
     at_once = replicas.broadcast(at_once)
     with contextlib.ExitStack() as stack:
         records = None
@@ -245,6 +243,14 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
                 if len(problems) > at_once:
                     print(f"{len(items)} of {len(problems)} problems", flush=True)
         return summarize(items, grader.votes)
+
+
+def problems_at_once(given: int | None, kept: Any, config: Config, processes: int) -> int:
+    """Problems that are sampled together: the number `given`, else the one `kept` with the records, perhaps of another
+    number of processes, else `_BATCHES` of each process.
+    """
+    own = math.ceil(_BATCHES * config.eval_batch_size / config.eval_num_generations) * processes
+    return given or (kept if isinstance(kept, int) and kept > 0 else own)
 
 
 def _check(arguments: Any, config: Config) -> None:

@@ -17,7 +17,8 @@ from qerl_jax import keys
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.evaluate import main, parse
+from qerl_jax.config import Config
+from qerl_jax.evaluate import main, parse, problems_at_once
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.lowered import as_in_sources
 from qerl_jax.models.lora import LoraConfig
@@ -173,6 +174,13 @@ def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):
         printed = capsys.readouterr()
         assert "left out 1 of 5 records" in printed.out
         assert printed.err == f"error: {at_once} prompts in programs for {at_once}, 4 at a time\n"
+
+
+def test_each_process_has_eight_batches_unless_told():
+    config = Config(eval_batch_size=64, eval_num_generations=3)  # 170.7 problems
+    assert problems_at_once(None, None, config, 1) == 171 and problems_at_once(None, None, config, 8) == 8 * 171
+    assert problems_at_once(None, 50, config, 2) == 50 and problems_at_once(9, 50, config, 2) == 9
+    assert problems_at_once(None, "50", config, 2) == problems_at_once(None, 0, config, 2) == 342
 
 
 def test_programs_are_kept_lowered(tmp_path, capsys):

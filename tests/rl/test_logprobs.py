@@ -185,6 +185,9 @@ def test_token_logprobs_are_those_of_the_logits(stories_dir):
     logp = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
     expected = np.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
     np.testing.assert_allclose(got[mask[:, :-1]], expected[mask[:, :-1]], atol=1e-4)
+    for temperature in (0.0, -1.0):
+        with pytest.raises(ValueError, match=f"temperature must be above 0, got {temperature}"):
+            logprobs_of(policy, tokens, mask, temperature=temperature)
 
 
 def test_hidden_states_are_those_of_transformers(stories_dir):

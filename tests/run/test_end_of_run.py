@@ -1,11 +1,13 @@
 """The adapter that a run leaves behind."""
 
+import os
 from pathlib import Path
 
 import jax.numpy as jnp
 from helpers import assert_trees_equal, randomized
 
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.checkpoint.safetensors import read_json
 from qerl_jax.config import Config
 from qerl_jax.rl.state import init_state
 from qerl_jax.run.lifecycle import export_trained
@@ -29,7 +31,9 @@ def test_norms_that_were_imported_are_exported_though_not_trained(tmp_path, tiny
     for name in ("notes", "README.md"):  # left where --overwrite took the adapter away
         (tmp_path / "adapter").mkdir(exist_ok=True)
         (tmp_path / "adapter" / name).write_text("mine")
-    export_trained(policy, state, tmp_path / "adapter")
+    export_trained(policy.replace(source=os.path.relpath(tiny_dir)), state, tmp_path / "adapter")
+    named = Path(read_json(tmp_path / "adapter" / "adapter_config.json")["base_model_name_or_path"])
+    assert named.is_absolute() and named.samefile(tiny_dir)
     assert (tmp_path / "adapter" / "notes").read_text() == "mine"
     left = load_policy(tiny_dir, dtype=jnp.float32, adapter=tmp_path / "adapter")
     assert_trees_equal(left.norms, policy.norms)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 import small
 from replicas import Store, ThreadLink, on_replicas
 
+from qerl_jax.backends.vllm_engine import VllmEngine
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
 from qerl_jax.config import Config, ConfigError, load
@@ -33,7 +35,7 @@ from qerl_jax.run import directory as run_directory
 from qerl_jax.run.lifecycle import begin_run
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
-from qerl_jax.run.signals import StopSignals
+from qerl_jax.run.signals import StopSignals, interrupting
 from qerl_jax.types import TrainState
 
 SHOWN = {
@@ -112,6 +114,29 @@ def test_a_run_goes_on_or_begins_anew(running, capsys):
     assert (there.metrics.rows, there.evaluations, latest_step(directory)) == ([], {}, None)
     assert "50 updates are no more than num_stages 70" in said
     assert {path.name for path in directory.iterdir()} >= {"notes"} and "resuming" not in said
+
+
+def test_before_training_is_the_policy_that_a_run_began_with(running):
+    """Not that of the checkpoint from which it goes on, where the result has to be made up for."""
+    run, recorder, state = running
+    config = dataclasses.replace(run.config, resume="auto", allow_changed_inputs=True, eval_dataset="arithmetic")
+    recorder.checkpoints.save(after(state, 2).replace(config=config))
+    seen = []
+
+    class Interrupted(VllmEngine):
+        def __init__(self) -> None:
+            pass
+
+        def generate(self, policy, *_: object) -> None:
+            seen.append(policy)
+            raise KeyboardInterrupt
+
+    item = EncodedProblem(Problem(0, "?", "1"), array.array("i", [1]))
+    asking = dataclasses.replace(run, config=config, eval_problems=[item], vllm=Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        begin_run(asking, state.replace(config=config))
+    [policy] = seen
+    assert policy.lora is run.policy.lora and policy.norms is run.policy.norms
 
 
 def test_replicas_with_other_problems_begin_nothing(running):
@@ -294,6 +319,15 @@ def test_a_closed_pipe_ends_no_program():
     process.stdout.close()
     assert process.stderr.read() == b"ended well" and process.wait(timeout=60) == 0
     process.stderr.close()
+
+
+def test_another_thread_handles_no_signals():
+    def requested() -> int:
+        with StopSignals() as signals, interrupting():
+            return signals.requested
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(requested).result() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
