@@ -107,7 +107,7 @@ def test_trl_does_the_same_job(tool, tmp_path):
     """Two steps of the bundled policy on a CPU, TRL without vLLM: a row and a bar each."""
     rows = [json.dumps({"problem": f"What is {i} + {i}?", "answer": str(2 * i)}) for i in range(16)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    flags = ["--formats", "bf16", "--no-vllm", "--coin", "--steps", "2", "--batch", "8", "--group", "4"]
+    flags = ["--formats", "bf16", "--no-vllm", "--coin", "0.5", "--steps", "2", "--batch", "8", "--group", "4"]
     places = [str(model_path("tiny")), str(tmp_path / "rows.jsonl"), "--out", str(tmp_path)]
     tool("bench_trl").main([*places, *flags, "--micro-batch", "4", "--length", "12", "--rank", "4"])
     ours, trl = json.loads((tmp_path / "run.json").read_text())["rows"]

@@ -1,13 +1,14 @@
 """The same job by TRL's GRPOTrainer and by this project, one after the other on one GPU: seconds a step.
 
     python tools/bench_trl.py MODEL PROBLEMS.jsonl --out DIR [--formats nvfp4,bf16] [--steps 10] [--batch 256]
-        [--length 512] [--micro-batch 32] [--checkpointing] [--no-vllm] [--coin]
+        [--length 512] [--micro-batch 32] [--checkpointing] [--no-vllm] [--coin SHARE]
 
 MODEL is a directory of unquantized weights, PROBLEMS has `problem` and `answer`. Each side is a process of its own:
 TRL samples with vLLM in the same process (`colocate`), or with transformers under `--no-vllm`; ours is
 `tools/bench_run.py`. Both have the prompt of `SYSTEM`, `math_verify` as reward, LoRA on all projections, the DAPO loss
 without a KL penalty, one update a rollout, no noise and no evaluation. `--coin` is for random weights, whose answers
-are all wrong, so that ours would leave out the whole update: every completion wins or loses by its text's checksum.
+are all wrong, so that ours would leave out the whole update: a completion wins or loses by its text's checksum, but all
+win in a SHARE of the prompts, by theirs.
 Rows of both go into run.json of --out, and into run.png.
 """
 
@@ -30,6 +31,7 @@ from record import add_commit, write_rows
 
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 TRL_FLAG = "--trl-alone"
+COIN = "COIN_SHARE"  # the environment's: rewards run in processes of their own
 ENVIRONMENT = {  # vLLM within this process, nothing from the network
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -56,11 +58,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="TRL's gradient checkpointing")
     parser.add_argument("--vllm-memory", type=float, default=0.35, help="share of the GPU's memory that vLLM takes")
     parser.add_argument("--no-vllm", action="store_true")
-    parser.add_argument("--coin", action="store_true", help="reward a completion by its checksum")
+    parser.add_argument("--coin", type=float, metavar="SHARE", help="rewards by checksums; this share of groups equal")
     parser.add_argument(TRL_FLAG, action="store_true", help="no run of ours, in this process")
     add_commit(parser)
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
+    if args.coin is not None:
+        os.environ[COIN] = str(args.coin)
     if args.trl_alone:
         write_rows(args.out / "run.json", [trl_row(args)], args.commit, versions())
         return
@@ -86,7 +90,7 @@ def ours(args: argparse.Namespace, stored: str) -> list[str]:
         "prompt-column": "problem",
         "answer-column": "answer",
         "system-prompt": SYSTEM,
-        "reward-funcs": f"{Path(__file__).resolve()}:coin" if args.coin else "math_verify",
+        "reward-funcs": f"{Path(__file__).resolve()}:coin" if args.coin is not None else "math_verify",
         "max-steps": args.steps,
         "batch-size": args.batch,
         "num-generations": args.group,
@@ -101,9 +105,11 @@ def ours(args: argparse.Namespace, stored: str) -> list[str]:
     return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
 
 
-def coin(completions: Sequence[str], **_: object) -> list[float]:
-    """1 or 0 for each completion, as likely, by its text."""
-    return [float(zlib.crc32(text.encode()) % 2) for text in completions]
+def coin(completions: Sequence[str], prompts: Sequence[Any], **_: object) -> list[float]:
+    """1 for each completion of the share of prompts that `--coin` names, 1 or 0 by the completion's text for others."""
+    share = float(os.environ[COIN])
+    equal = [zlib.crc32(str(prompt).encode()) < share * 2**32 for prompt in prompts]
+    return [float(same or zlib.crc32(text.encode()) % 2) for text, same in zip(completions, equal, strict=True)]
 
 
 def trl_row(args: argparse.Namespace) -> dict[str, Any]:
@@ -117,8 +123,9 @@ def trl_row(args: argparse.Namespace) -> dict[str, Any]:
 
     from qerl_jax.rewards.mathematics import math_verify
 
-    def reward(completions: list, answer: list[str], **_: object) -> list[float]:
-        values = (coin if args.coin else math_verify)(completions=[c[0]["content"] for c in completions], answer=answer)
+    def reward(completions: list, answer: list[str], prompts: list, **_: object) -> list[float]:
+        texts = [c[0]["content"] for c in completions]
+        values = (math_verify if args.coin is None else coin)(completions=texts, answer=answer, prompts=prompts)
         return [float(value or 0) for value in values]
 
     class Clock(transformers.TrainerCallback):
