@@ -109,41 +109,34 @@ def test_directories(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (b'{"question": "a", "answer": "1"}\n\n{"question": ', r"data\.jsonl, line 3 is not JSON: [^:]*, column 14$"),
-        (b'{"question": "a", "answer": "1"}\n{"question": "\xff"}', r"data\.jsonl, line 2 is not UTF-8"),
-        (b'{"question": "a", "answer": "1", "answer": "2"}', r"line 1 is not JSON: the key 'answer' is given twice"),
-        (b'{"question": "a", "answer": "1"}\n[1, 2]', r"data\.jsonl, line 2 is a list, expected an object"),
-        (b"[" * 100_000, r"data\.jsonl, line 1 is not JSON"),
-        (b'{"question": "a", "answer": ' + b"9" * 5000 + b"}", r"data\.jsonl, line 1 is not JSON"),
-        (
-            b'{"question": "a", "answer": "####  "}',
-            r"left out 1 × no single number after '####' in 'answer' \(first: .*",
-        ),
-        (b"", r"data\.jsonl holds no problems"),
-        (b"{}", r"holds no problems"),
-    ],
-)
-def test_bad_files_are_errors(tmp_path, text, words):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(text)
-    with pytest.raises(DataError, match=words):
-        load_dataset(str(path), "train")
-
-
-@pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("x.parquet", b"no", "not a parquet file"),
+        (
+            "x.jsonl",
+            b'{"question": "a", "answer": "1"}\n\n{"question": ',
+            r"x\.jsonl, line 3 .*, column 14$",
+        ),
+        ("x.jsonl", b'{"question": "a", "answer": "1"}\n{"question": "\xff"}', r"x\.jsonl, line 2 is not UTF-8"),
+        ("x.jsonl", b'{"question": "a", "answer": "1", "answer": "2"}', "line 1 .*: the key 'answer' is given twice"),
+        ("x.jsonl", b'{"question": "a", "answer": "1"}\n[1, 2]', r"x\.jsonl, line 2 is a list, expected an object"),
+        ("x.jsonl", b"[" * 100_000, r"x\.jsonl, line 1 is not JSON"),
+        ("x.jsonl", b'{"question": "a", "answer": ' + b"9" * 5000 + b"}", r"x\.jsonl, line 1 is not JSON"),
+        (
+            "x.jsonl",
+            b'{"question": "a", "answer": "####  "}',
+            r"left out 1 × no single number after '####' in 'ans",
+        ),
+        ("x.jsonl", b"{}", r"x\.jsonl holds no problems"),
+        ("x.jsonl", b"", r"x\.jsonl holds no problems"),
         ("x.parquet", b"PAR1" + b"\0" * 40 + b"PAR1", "not a parquet file"),
         ("x.json", b'{"a": 1}', "holds a dict, expected a list"),
         ("x.json", b"[1]", "row 1 is a int, expected an object"),
         ("x.json", b"[", r"x\.json is not JSON: Expecting value: line 1 column 2"),
         ("x.json", b"\xff\xfe", r"x\.json is not UTF-8 text: 'utf-8' codec can't decode byte 0xff"),
+        ("x.csv", b"question,answer\n", r"x\.csv does not end in one of"),
     ],
 )
-def test_other_bad_files(tmp_path, name, content, words):
+def test_bad_files_are_errors(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=words):
         load_dataset(str(tmp_path / name), "train")
@@ -267,10 +260,6 @@ def test_conversations_that_cannot_be_gone_on_with(tmp_path, messages):
     ("name", "words"),
     [
         ("gsm9k", "'gsm9k' is neither .*; did you mean 'gsm8k'"),
-        ("big_math", "did you mean 'bigmath'"),
-        ("bigmath-hard", "did you mean 'bigmath_hard'"),
-        ("dapo-math", "did you mean 'dapomath'"),
-        ("mathh", "did you mean 'math'"),
         ("arithmetics", "did you mean 'arithmetic'"),
         ("bigmth:/some/where", "'bigmth:/some/where' is neither one of .*; did you mean 'bigmath:/some/where'"),
         ("openai/gsm8k", r"does not exist in \S+; did you mean 'gsm8k'"),
@@ -281,9 +270,6 @@ def test_conversations_that_cannot_be_gone_on_with(tmp_path, messages):
             r"'trl-lib/tldr' does not exist in \S+; of the hub only presets are read: datasets\.load_dataset",
         ),
         ("math:none", r"directory 'none' does not exist in"),
-        ("math:/none", r"directory '/none' does not exist$"),
-        ("math:", r"directory '' does not exist in"),
-        ("", r"'' is neither"),
     ],
 )
 def test_unknown_names_suggest_the_nearest(name, words):
@@ -291,14 +277,8 @@ def test_unknown_names_suggest_the_nearest(name, words):
         load_dataset(name, "train")
 
 
-def test_another_kind_of_file(tmp_path):
-    (tmp_path / "x.csv").write_text("question,answer\n")
-    with pytest.raises(DataError, match=r"x\.csv does not end in one of"):
-        load_dataset(str(tmp_path / "x.csv"), "train")
-
-
 def test_gold_answers():
-    assert gold_answer("a #### b #### 12 ") == "12"
+    assert gold_answer("a #### b #### 12 ") == "12" and gold_answer("4 #### 5\n#### $1,200.50 ") == "$1,200.50"
     assert gold_answer(" 12 ") == "12" and gold_answer("x + 1") == "x + 1"
     assert boxed_answer(r"\boxed{1}, no: \boxed{\frac{1}{2}} and on") == r"\frac{1}{2}"
     for read, text in ((gold_answer, " "), (gold_answer, "1 ####"), (boxed_answer, "12"), (boxed_answer, r"\boxed{ }")):

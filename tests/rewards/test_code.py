@@ -77,12 +77,17 @@ def test_code_takes_no_longer_than_its_limit():
     assert time.monotonic() - started < 4.9  # a test alone may take 5
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
 def test_a_broken_record_is_not_the_policys_fault():
     """Tests that cannot run are skipped; none of them ends a training run."""
     broken = [{"input": "1"}, None, function("f", "no JSON", "1"), function(None, [1], 1), function("f", 3, 1)]
     assert graded("print(1)", broken) == [None]
-    program = ["```python\n```"]
-    for info in ("no JSON", None, [], {"test_cases": None}, "{}"):
+    program = ["```python\nprint(1)\n```"]
+    of_functions = [{"test_cases": [function("f", given, "1")]} for given in (DEEP, [float])]
+    infos = ["no JSON", None, [], {"test_cases": None}, "{}", DEEP, {"test_cases": 5}, {"test_cases": {"input": "1"}}]
+    for info in [*infos, {"test_cases": ["x", None, 3]}, *of_functions]:
         assert code(completions=program, verification_info=[info], reward_timeout=[9.0]) == [None]
 
 
@@ -129,25 +134,6 @@ def test_code_in_workers():
     columns = {"answer": [""] * 3, "verification_info": [info] * 3, "reward_timeout": [20.0] * 3}
     with load_rewards(("code",), 2, 20.0, allow_code_execution=True) as rewards:
         assert rewards["code"](**rows, **columns) == [1.0, 0.5, 0.0]
-
-
-DEEP = "[" * 100_000 + "]" * 100_000
-
-
-@pytest.mark.parametrize(
-    "info",
-    [
-        DEEP,
-        {"test_cases": 5},
-        {"test_cases": {"input": "1"}},
-        {"test_cases": ["x", None, 3]},
-        {"test_cases": [{"type": "function_call", "fn_name": "f", "input": DEEP, "output": "1"}]},
-        {"test_cases": [{"type": "function_call", "fn_name": "f", "input": [float], "output": "1"}]},
-    ],
-    ids=lambda info: str(info)[:40],
-)
-def test_tests_of_no_use_score_none_and_end_no_run(info):
-    assert programs._fraction_passed("```python\nprint(1)\n```", info, 5.0) is None
 
 
 def test_a_deeply_nested_result_is_wrong_and_ends_no_run():
