@@ -113,12 +113,6 @@ def test_a_column_of_a_matrix_is_written_in_order(tmp_path):
     assert loaded["w"].tolist() == [[0, 3], [1, 4], [2, 5]] and loaded["s"].shape == () and loaded["s"] == 2.5
 
 
-def test_a_full_disk_is_an_error_of_the_operating_system(tmp_path):
-    (tmp_path / "x.safetensors").mkdir()
-    with pytest.raises(OSError, match=r"x\.safetensors"):
-        st.save(tmp_path / "x.safetensors", {"w": np.ones(2, np.float32)})
-
-
 def _write(path: Path, header: bytes | dict, data: bytes = b"", length: int | None = None) -> None:
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
@@ -130,9 +124,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
 
 BROKEN = {
     "header longer than the file": (b"{}", b"", 10**6, "header"),
-    "header not JSON": (b"{'a'", b"", None, "JSON"),
     "data cut short": (entry(), b"1234", None, "not fully covered"),
-    "size against shape": (entry(shape=(3,)), b"12345678", None, "invalid shape"),
     "bytes that belong to no tensor": (entry(), b"12345678" + b"x", None, "not fully covered"),
     "another tensor's bytes": ({**entry(), "v": entry()["w"]}, b"12345678", None, "invalid offset"),
     "a hole": ({**entry(), "v": entry(offsets=(12, 20))["w"]}, bytes(20), None, "invalid offset for tensor `v`"),
