@@ -126,17 +126,11 @@ def test_refills_are_as_large_as_the_shortage(prompts, equal, drawn, size):
     assert refill_size(np.arange(prompts) < equal, drawn) == size
 
 
-def test_resampling_goes_on_until_all_teach():
-    """One of three taught: a whole round; then two of six: all three again."""
-    world = World(0, 0, 2, 0, 3, 0, 0, 0, 5)
-    experience = world.collect(4)
-    check(experience, [4, 8, 2], world)
-    assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (9, 2, 2)
-
-
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_replicas_replace_the_groups_that_one_process_would(count):
-    """Three groups a round: two and one, one each, or a replica without any. Equal groups are on all of them."""
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_resampling_goes_on_until_all_teach_on_any_number_of_replicas(count):
+    """One of three taught: a whole round; then two of six: all three again. Of the three groups of a round replicas
+    have two and one, one each, or none. Equal groups are on all of them.
+    """
     world = World(0, 0, 2, 0, 3, 0, 0, 0, 5)
     for experience in on_replicas(count, lambda replicas: world.collect(4, replicas)):
         check(experience, [4, 8, 2], world)
