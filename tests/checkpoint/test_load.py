@@ -105,11 +105,8 @@ def test_dtypes_and_formats(micro_dir, dtype):
         policy = load_policy(micro_dir, name, LoraConfig(rank=2), dtype)
         layer = policy.frozen["layers"][0]
         for block, fused in (
-            ("self_attn", "qkv_proj"),
-            ("self_attn", "o_proj"),
-            ("mlp", "gate_up_proj"),
-            ("mlp", "down_proj"),
-        ):
+            ("self_attn", "qkv_proj"), ("self_attn", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj"),
+        ):  # fmt: skip
             weight = layer[block][fused]["weight"]
             assert isinstance(weight, kind) and kernel_form(weight, "auto", "a GPU") is weight
             packed = kernel_form(weight, "auto", None)
@@ -250,27 +247,6 @@ def test_tensors_that_are_known_and_unused(nvfp4_dir, tmp_path, names):
 
     folder = rewritten(nvfp4_dir, tmp_path / "more", add)
     assert_trees_equal(fp32_policy(folder).frozen, fp32_policy(nvfp4_dir).frozen)
-
-
-def test_an_index_may_name_frequencies_that_no_shard_holds(tiny_dir, tmp_path):
-    shutil.copytree(tiny_dir, tmp_path / "m")
-    path = tmp_path / "m" / st.INDEX_FILE
-    index = json.loads(path.read_text())
-    shard = next(iter(index["weight_map"].values()))
-    index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = shard
-    path.write_text(json.dumps(index))
-    assert_trees_equal(fp32_policy(tmp_path / "m").frozen, fp32_policy(tiny_dir).frozen)
-
-
-def test_modelopt_with_its_own_config_file_alone(data, tmp_path):
-    source = data / "nvfp4/fixture-modelopt-tiny-qwen2"
-    shutil.copytree(source, tmp_path / "m")
-    config = json.loads((source / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
-    section = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
-    (tmp_path / "m" / "hf_quant_config.json").write_text(json.dumps(section))
-    assert_trees_equal(fp32_policy(tmp_path / "m").frozen, fp32_policy(source).frozen)
 
 
 def test_config_and_weights_that_contradict(nvfp4_dir, tiny_dir, tmp_path):

@@ -51,13 +51,10 @@ def test_end_tokens_of_published_tokenizers(data):
 @pytest.mark.parametrize(
     ("model_type", "named"),
     [
-        ("qwen2", "Qwen2Tokenizer"),
-        ("qwen3", "Qwen2TokenizerFast"),
-        ("qwen2", "PreTrainedTokenizerFast"),
-        ("llama", "Qwen2Tokenizer"),
-        ("llama", "PreTrainedTokenizerFast"),
+        ("qwen2", "Qwen2Tokenizer"), ("qwen3", "Qwen2TokenizerFast"), ("qwen2", "PreTrainedTokenizerFast"),
+        ("llama", "Qwen2Tokenizer"), ("llama", "PreTrainedTokenizerFast"),
     ],
-)
+)  # fmt: skip
 def test_a_tokenizer_is_the_one_that_transformers_would_choose(tmp_path, model_type, named):
     """The oracle is `AutoTokenizer`."""
     from transformers import AutoTokenizer
