@@ -240,15 +240,7 @@ def test_weights_are_replaced_only_where_they_are_rounded(tmp_path):
 
 
 def test_what_does_not_fit_is_refused(tmp_path, capfd):
-    model = bf16_model(tmp_path)
-    adapter, wider = adapter_of(model), small.bf16(tmp_path / "wider", shards=1, hidden_size=32)
-    file = "adapter_model.safetensors"
-    said = error_of(main, [str(wider), "--adapter", str(adapter)], tmp_path, capfd)
-    assert_says(said, f"{adapter / file}: 'base_model.model.model.layers.0.…' has shape […], the config asks for […]")
-    small.change_json(shutil.copyfile(model / "tokenizer.json", adapter / "tokenizer.json"), version="1.0")
-    shutil.copyfile(model / "tokenizer_config.json", adapter / "tokenizer_config.json")
-    said = error_of(main, [str(model), "--adapter", str(adapter)], tmp_path, capfd)
-    assert_says(said, f"{adapter}: the tokenizer is not the base's: chat_template is …")
+    """Of adapters: `test_bad_input.py`."""
     narrow = small.bf16(tmp_path / "narrow", shards=1, vocab_size=128)
     said = error_of(main, [str(narrow)], tmp_path, capfd)
     assert_says(said, f"{narrow}: the tokenizer's ids reach …, but the embedding has vocab_size 128 rows")

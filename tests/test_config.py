@@ -93,27 +93,19 @@ def test_a_value_of_python_that_is_no_such_number(value):
         ("loss_type: ppo", ["loss_type", "'ppo'", "dapo"]),
         ("max_steps: many", ["max_steps", "'many'"]),
         ("max_steps: 0", ["max_steps", "0", "num_train_epochs"]),
-        ("num_train_epochs: 0", ["num_train_epochs", "0"]),
         ("train_norms: 1", ["train_norms", "1"]),
-        ("top_p: 0", ["top_p", "0"]),
         ("temperature: 0", ["temperature", "0"]),
         ("batch_size: 12", ["num_generations 8", "batch_size 12"]),
         ("tokens_per_micro_batch: 0", ["tokens_per_micro_batch must be above 0"]),
-        ("update_memory_gb: -1", ["update_memory_gb must be above 0"]),
         (
             "{reward_funcs: [answer], reward_weights: [2, 0.2]}",
             ["1 reward_funcs", "2 reward_weights: give each one, or reward_weights None"],
         ),
-        ("reward_funcs: []", ["reward_funcs", "empty"]),
         ("dataset: []", ["dataset", "empty"]),
         ("dataset: {a: 3}", ["dataset must be of type str"]),
         ("dataset: [math, gsm8k, math]", ["dataset names 'math' twice: weigh it by dataset_weights"]),
         ("{reward_funcs: [answer, code, answer]}", ["reward_funcs names 'answer' twice"]),
-        ("lora_target_modules: [q_proj, q_proj]", ["lora_target_modules names 'q_proj' twice"]),
-        ("eval_top_p: 2", ["eval_top_p must lie in"]),
         ("{rollout_backend: vllm, dtype: float32}", ["dtype 'float32' contradicts rollout_backend 'vllm'"]),
-        ("{rollout_backend: vllm, batch_invariant: true}", ["batch_invariant True contradicts rollout_backend 'vllm'"]),
-        ("{rollout_backend: vllm, deterministic: true}", ["deterministic True contradicts rollout_backend 'vllm'"]),
         ("{rollout_backend: vllm, temperature: 0.001}", ["temperature 0.001 contradicts rollout_backend 'vllm'"]),
         (
             "{rollout_backend: vllm, min_p: 0.1, top_p: 0.5}",
@@ -127,12 +119,8 @@ def test_a_value_of_python_that_is_no_such_number(value):
         ("{dataset: [math, gsm8k], dataset_weights: [1, 0]}", ["dataset_weights", "0", "'gsm8k'"]),
         ("overlong_prompts: cut", ["overlong_prompts", "'cut'", "truncate_left"]),
         ("{lora_rank: 0, train_norms: true}", ["lora_rank must be at least 1, got 0"]),
-        ("lora_target_modules: []", ["lora_target_modules is empty"]),
         ("weight_format: full", ["weight_format 'full' is not one of"]),
         ("lora_target_modules: [q_proj, x_proj]", ["x_proj", "down_proj"]),
-        ("sigma_start: 1e-2", ["sigma_end 0"]),
-        ("sigma_end: 5e-4", ["sigma_start 0", "sigma_end 0.0005"]),
-        ("{num_stages: 2, sigma_start: 1e-2, sigma_end: 5e-4}", ["num_stages 2", "'qerl'"]),
         ("{prompt_format: boxed, system_prompt: Be brief.}", ["'boxed'", "'Be brief.'"]),
         ("delta: 1.1", ["delta 1.1", "0.28"]),
         ("importance_sampling_floor: 3", ["importance_sampling_floor 3", "cap 2.0"]),
@@ -226,16 +214,8 @@ def test_command_line_over_file(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("model: m\nlearning_rate: 1e-4\nmax_steps: 7\nreport_to: wandb\n")
     sets = [
-        "--dataset",
-        "math",
-        "gsm8k:/a/b",
-        "--dataset-weights",
-        "1",
-        "2.5",
-        "--system-prompt=--x",
-        "--delta",
-        "None",
-    ]
+        "--dataset", "math", "gsm8k:/a/b", "--dataset-weights", "1", "2.5", "--system-prompt=--x", "--delta", "None",
+    ]  # fmt: skip
     config = parse(["--config", str(path), "--max-steps", "9", "--lora_rank=4", "--report_to", "none", *sets])
     expected = {"model": "m", "learning_rate": 1e-4, "max_steps": 9, "lora_rank": 4, "system_prompt": "--x"}
     assert config == Config(dataset=("math", "gsm8k:/a/b"), dataset_weights=(1.0, 2.5), **expected)

@@ -62,16 +62,10 @@ def make_run(
 
 
 OWN_PROBLEMS = {
-    "eval_dataset": "my rows.jsonl",
-    "eval_samples": 5,
-    "prompt_column": "problem",
-    "answer_column": "solution",
-    "system_prompt": "It's \\boxed{5}.",
-    "overlong_prompts": "truncate_left",
-    "eval_temperature": 0.0,
-    "eval_top_p": 1.0,
-    "eval_num_generations": 2,
-}
+    "eval_dataset": "my rows.jsonl", "eval_samples": 5, "prompt_column": "problem", "answer_column": "solution",
+    "system_prompt": "It's \\boxed{5}.", "overlong_prompts": "truncate_left", "eval_temperature": 0.0,
+    "eval_top_p": 1.0, "eval_num_generations": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -122,35 +116,20 @@ def reader_of(rank: int, has_norms: bool = False) -> AdapterReader:
     return reader
 
 
+LORA_OF = "--enable-lora --max-lora-rank 8 --lora-modules trained='my out'/adapter"
+
+
 @pytest.mark.parametrize(
     ("kind", "reader", "weight_format", "commands"),
     [
-        (
-            "vllm",
-            reader_of(8),
-            "nf4",
-            ["vllm serve 'my out'/base --enable-lora --max-lora-rank 8 --lora-modules trained='my out'/adapter"],
-        ),
-        (
-            "vllm",
-            reader_of(8, has_norms=True),
-            None,
-            ["vllm serve 'my out'/base --enable-lora --max-lora-rank 8 --lora-modules trained='my out'/adapter"],
-        ),
-        (
-            "vllm",
-            reader_of(8),
-            "bf16",
-            ["vllm serve 'the base' --enable-lora --max-lora-rank 8 --lora-modules trained='my out'/adapter"],
-        ),
+        ("vllm", reader_of(8), "nf4", [f"vllm serve 'my out'/base {LORA_OF}"]),
+        ("vllm", reader_of(8, has_norms=True), None, [f"vllm serve 'my out'/base {LORA_OF}"]),
+        ("vllm", reader_of(8), "bf16", [f"vllm serve 'the base' {LORA_OF}"]),
         ("merged", None, "nf4", ["vllm serve 'my out'", "python -m qerl_jax.quantize 'my out' 'my out-nvfp4'"]),
-        (
-            "peft",
-            reader_of(8),
-            "nf4",
-            ["python -m qerl_jax.evaluate 'the base' --weight-format nf4 --adapter 'my out'"],
+        *(
+            ("peft", reader_of(8), stored, [f"python -m qerl_jax.evaluate 'the base'{more} --adapter 'my out'"])
+            for stored, more in (("nf4", " --weight-format nf4"), ("bf16", ""))
         ),
-        ("peft", reader_of(8), "bf16", ["python -m qerl_jax.evaluate 'the base' --adapter 'my out'"]),
     ],
 )
 def test_commands_name_what_was_written(kind, reader, weight_format, commands, tmp_path):
@@ -235,15 +214,10 @@ def test_overwrite_replaces_exports_and_nothing_else(tmp_path, capsys):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     capsys.readouterr()
     for dst, said in (
-        (tmp_path / "model", "is or holds the source"),
-        (run, "is or holds the source"),
-        (run / "adapter", "is or holds the source"),
-        (tmp_path, "is or holds the source"),
+        *((source, "is or holds the source") for source in (tmp_path / "model", run, run / "adapter", tmp_path)),
         (papers, "is no model directory"),
-        (papers / "thesis", "is no model directory"),
         (out, "also holds the directory 'notes'"),
         (served, "adapter also holds the directory 'mine'"),
-        (papers / "thesis" / "out", "the directory of the output"),
     ):
         assert main([str(run), str(dst), "--overwrite"]) == 2
         assert said in " ".join(capsys.readouterr().err.split())

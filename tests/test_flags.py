@@ -45,10 +45,8 @@ def test_a_refusal_is_one_line(main, argv, said, capsys):
     ("argv", "fields"),
     [
         ("--reward-funcs answer overlong --reward-weights 1 0.5", {"reward_weights": (1.0, 0.5)}),
-        (
-            "--no-overwrite --train-norms False --use_rslora",
-            {"overwrite": False, "train_norms": False, "use_rslora": True},
-        ),
+        ("--no-overwrite --train-norms False --use_rslora", {"train_norms": False, "use_rslora": True}),
+        ("--dynamic_sampling=true --answer-column True", {"dynamic_sampling": True, "answer_column": "True"}),
         ("--max-steps -1 --dataset_weights None --report-to none", {"max_steps": -1, "dataset_weights": None}),
         ("--system-prompt= --answer-column=--x --lora-alpha 1e1", {"system_prompt": "", "answer_column": "--x"}),
     ],

@@ -61,7 +61,7 @@ def test_a_chat_template_that_repeats_its_text():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *((key, HUGE) for key in ("hidden_size", "vocab_size", "rope_theta", "rms_norm_eps", "eos_token_id")),
+        *((key, HUGE) for key in ("hidden_size", "rope_theta", "eos_token_id")),
         ("num_hidden_layers", 10**7),
         ("max_position_embeddings", 2**31),
         ("rms_norm_eps", math.inf),
@@ -91,13 +91,9 @@ def test_the_tokens_that_end_a_completion_are_told():
     [
         ({"seed": HUGE}, "seed must be at most 2147483647, got 1000"),
         ({"epsilon_high": -1.0}, "epsilon_high must be at least 0"),
-        ({"eval_temperature": -1.0}, "eval_temperature must be at least 0"),
         ({"output_dir": os.fsdecode(b"run\xff")}, r"output_dir must be valid UTF-8 .*, got 'run\\udcff'"),
         ({"dataset": (os.fsdecode(b"\xff"),)}, "dataset must be valid UTF-8"),
         ({"adapter": "a\0b"}, r"adapter must be valid UTF-8 without zero bytes, got 'a\\x00b'"),
-        ({"dataset": ()}, r"dataset is empty: .*, or leave it out where train\(train_dataset=…\)"),
-        ({"reward_columns": ("n", "n")}, "reward_columns names 'n' twice"),
-        ({"report_to": ("tensorboard", "tensorboard")}, "report_to names 'tensorboard' twice"),
     ],
 )
 def test_values_of_a_config(values, words):
@@ -113,9 +109,7 @@ ROW = '{"question": "q", "answer": %s}\n'
     [
         ("1e400", "'answer' is not finite"),
         ("-Infinity", "'answer' is not finite"),
-        ("true", "'answer' is neither text nor a number"),
         (f'"{"1" * (MAX_CHARACTERS + 1)}"', "'answer' over 1000000 characters"),
-        ('"\\ud800"', "'answer' is not valid Unicode"),
     ],
 )
 def test_answers_that_are_none(tmp_path, answer, reason):

@@ -107,14 +107,11 @@ LLAMA_8B = {  # Llama 3.1, arXiv 2407.21783, table 3, and the published config.j
     "mlp_bias": False,
     "rope_theta": 500000.0,
     "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
     "eos_token_id": [128001, 128008, 128009],
-}
+}  # fmt: skip
 
 
 def test_the_llama_recipe_takes_a_llama(tmp_path, capsys):
@@ -141,13 +138,7 @@ def test_recipes_of_half_a_billion_parameters(stored):
     ours, base = (to_mapping(recipe(f"gsm8k-0.5b-{name}")) for name in (stored, "nvfp4"))
     own = {"weight_format": stored, "output_dir": f"runs/gsm8k-0.5b-{stored}"}
     assert ours == base | own
-    expected = {
-        "dataset": ["gsm8k"], "prompt_format": "boxed", "reward_funcs": ["answer"], "batch_size": 256,
-        "num_generations": 8, "num_iterations": 1, "max_steps": 100, "max_prompt_length": 256,
-        "max_completion_length": 512, "learning_rate": 1.5e-4, "lora_rank": 32, "sigma_start": 0, "sigma_end": 0,
-        "eval_samples": 1319, "eval_temperature": 0.6, "eval_top_p": 0.95,
-    }  # fmt: skip
-    assert {name: ours[name] for name in expected} == expected
+    assert (ours["sigma_start"], ours["sigma_end"], ours["reward_funcs"]) == (0, 0, ["answer"])
 
 
 def test_every_recipe_names_learning_rate_and_noise():

@@ -1,11 +1,9 @@
 """Settings: the value of each where nothing is given, and where a value that is given arrives."""
 
 import dataclasses
-import importlib
 import inspect
 import io
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +19,13 @@ from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import Config
 from qerl_jax.evaluate import main as evaluate
+from qerl_jax.evaluate import parse
 from qerl_jax.models.formats import Nvfp4
-from qerl_jax.models.lora import PROJECTIONS, LoraConfig
+from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.adamw import AdamW
 from qerl_jax.run import prepare
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.types import Engine, Sampling
-
-
-def defaults(what: Any) -> dict[str, Any]:
-    """Of the fields of a dataclass, or the parameters of a function; functions and types by their names."""
-    if dataclasses.is_dataclass(what):
-        found = {field.name: field.default for field in dataclasses.fields(what)}
-    else:
-        found = {name: one.default for name, one in inspect.signature(what).parameters.items()}
-    absent = (dataclasses.MISSING, inspect.Parameter.empty)
-    return {name: getattr(value, "__name__", value) for name, value in found.items() if value not in absent}
 
 
 def test_what_follows_from_the_defaults_of_a_config():
@@ -46,66 +35,26 @@ def test_what_follows_from_the_defaults_of_a_config():
     assert config.resampling_rounds == 0
 
 
-ALONE = qerl_jax.parallel.Replicas(0, 1, None, 1)
-PLACE = dict.fromkeys(("tensor_parallel_size", "coordinator", "process_id", "num_processes")) | {"devices": "all"}
-OF_FUNCTIONS = {
-    "evaluate": {
-        "seed": 0, "system_prompt": "", "max_prompt_length": 512, "engine": None, "sample": None, "replicas": ALONE,
-    },
-    "encode_problems": {"overlong": "drop"},
-    "export_adapter": {"norms": True, "base_model": None, "beside_others": False},
-    "generate": {"engine": None, "limits": None, "on_progress": "<lambda>"},
+OF_PYTHON = {
+    "evaluate": {"seed": 0, "system_prompt": "", "max_prompt_length": 512},
     "group_advantages": {"scale_rewards": "group"},
-    "grpo_step": {"plan": None, "drawn": None, "token_loss": None, "with_reference": False, "replicas": ALONE},
-    "hidden_states": {"attention_mask": None},
-    "init_state": {"optimizer": None},
-    "load_dataset": {
-        "prompt_column": "question", "answer_column": "answer", "reward_columns": (), "system_prompt": None,
-        "asks_itself": False, "limit": None, "first_id": 0,
-    },
-    "load_policy": {
-        "weight_format": None, "lora": None, "dtype": "bfloat16", "adapter": None, "seed": 0, "matmul_kernel": "auto",
-        "progress": "<lambda>", "tensor_parallel": 1, "tokenizer": None,
-    },
-    "make_batch": {"rewards": None, "mask_truncated_completions": False},
-    "make_update_plan": {"device_bytes": None, "longest": None, "replicas": 1, "gpu": None},
-    "policy_logits": {"attention_mask": None},
-    "quantize_checkpoint": {"weight_format": "nvfp4", "overwrite": False, "progress": "<lambda>", "ignore": ()},
-    "token_logprobs": {"attention_mask": None, "temperature": 1.0, "chunk": 1024},
-    "Engine": {
-        "slots": None, "memory_gb": None, "chunk": 8, "batch_invariant": False, "prompts": None, "free_bytes": None,
-    },
-    "LoraConfig": {"rank": 32, "alpha": None, "use_rslora": False, "target_modules": PROJECTIONS, "dropout": 0.0},
+    "load_dataset": {"asks_itself": False, "first_id": 0},
+    "load_policy": {"weight_format": None, "seed": 0},
+    "make_batch": {"mask_truncated_completions": False},
+    "quantize_checkpoint": {"weight_format": "nvfp4"},
+    "token_logprobs": {"temperature": 1.0},
+    "LoraConfig": {"rank": 32, "alpha": None, "use_rslora": False},
     "Sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_generations": 1},
-}  # fmt: skip
-OF_COMMANDS = {
-    "train._Arguments": PLACE | {"config": None, "from_trl": None, "dry_run": False},
-    "evaluate._OwnArguments": PLACE | {
-        "adapter": None, "dataset": "gsm8k", "split": "test", "samples": None, "max_prompt_length": 4096,
-        "max_completion_length": 4096, "output": None, "records": None, "problems_at_once": None,
-    },
-    "quantize._Arguments": {"format": "nvfp4", "ignore": (), "overwrite": False},
-    "export._Arguments": {"base": None, "weight_format": None, "overwrite": False},
-    "compare._Arguments": {"adapter": None, "weight_format": None},
-    "tune._Arguments": {"most": 24},
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("name", OF_FUNCTIONS)
-def test_defaults_of_functions(name):
-    found = defaults(getattr(qerl_jax, name))
-    if name == "evaluate":
-        assert found.pop("reward").reward is qerl_jax.rewards.functions.answer
-    assert found == OF_FUNCTIONS[name]
-
-
-@pytest.mark.parametrize("place", OF_COMMANDS)
-def test_defaults_of_commands(place):
-    """Besides those of the fields that they share with a config."""
-    module, name = place.split(".")
-    found = defaults(getattr(importlib.import_module(f"qerl_jax.{module}"), name))
-    shared = defaults(Config) if module == "train" else {}
-    assert {name: value for name, value in found.items() if name not in shared} == OF_COMMANDS[place]
+def test_defaults_that_results_depend_on():
+    """Of Python's functions, and of the evaluation's own flags."""
+    for name, wanted in OF_PYTHON.items():
+        parameters = inspect.signature(getattr(qerl_jax, name)).parameters
+        assert {field: parameters[field].default for field in wanted} == wanted, name
+    own, _ = parse(["tiny"])
+    assert (own.dataset, own.split, own.max_prompt_length, own.max_completion_length) == ("gsm8k", "test", 4096, 4096)
 
 
 TELLING = {
