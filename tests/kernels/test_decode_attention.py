@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from qerl_kernels.decode_attention.api import decode_attention
-from qerl_kernels.decode_attention.config import best_config, ctas_for, partial_slots
+from qerl_kernels.decode_attention.config import best_config, ctas_for
 from qerl_kernels.gpu import gpu_of
 
 NAMES = ("q", "prompt_k", "prompt_v", "prompt_index", "prompt_lengths", "k", "v", "lengths")
@@ -118,8 +118,3 @@ def test_stages_that_fit(arch, stages):
     """
     gpu = gpu_of("GPU", arch, 132)
     assert tuple(best_config(100, width, gpu).stages for width in (64, 128)) == stages
-
-
-def test_places_of_partial_results():
-    """Of four splits: those that other CTAs send, and one for a CTA's own where it has several."""
-    assert [partial_slots(ctas) for ctas in (1, 2, 4)] == [0 + 1, 2 + 1, 3 + 0]

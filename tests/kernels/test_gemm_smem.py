@@ -4,7 +4,6 @@ import itertools
 import math
 
 import jax.numpy as jnp
-import pytest
 from qerl_kernels.nvfp4_matmul import tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.gemm.operand import FORWARD
@@ -29,22 +28,15 @@ def declared_bytes(config: GemmConfig, terms: Terms, operand, words: tuple[int, 
     return sum(-(-math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize // 1024) * 1024 for ref in refs)
 
 
-@pytest.mark.parametrize("name", TERMS)
-def test_smem_bytes_of_the_table(name):
-    terms = TERMS[name]
+def test_smem_bytes_of_the_table_and_of_every_part():
+    """Besides the table's, small configs in which each array is there, alone and with the others."""
     assert len(CONFIGS) > 50
+    small = {
+        ("forward", GemmConfig(16, warpgroups_n=n, warpgroups_k=k, cluster=cluster, k_tiles=k_tiles, stages=3))
+        for n, k, cluster, k_tiles in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2))
+    }
     directions = {"forward": (FORWARD, (4, 128)), "dx": (TRANSPOSED, (16, 32))}
-    for direction, config in CONFIGS:
-        if direction == "dx" and name != "plain":
-            continue
-        counted = config.smem_bytes(terms.has_lora, terms.has_partials)
-        assert counted == declared_bytes(config, terms, *directions[direction]) + BARRIER_BYTES, (direction, config)
-
-
-def test_smem_bytes_of_every_part():
-    """Small configs in which each array is there, alone and with the others."""
-    for n, k, cluster, k_tiles in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2)):
-        config = GemmConfig(16, warpgroups_n=n, warpgroups_k=k, cluster=cluster, k_tiles=k_tiles, stages=3)
-        for terms in TERMS.values():
+    for direction, config in CONFIGS | small:
+        for terms in TERMS.values() if direction == "forward" else [TERMS["plain"]]:
             counted = config.smem_bytes(terms.has_lora, terms.has_partials)
-            assert counted == declared_bytes(config, terms, FORWARD, (4, 128)) + BARRIER_BYTES, config
+            assert counted == declared_bytes(config, terms, *directions[direction]) + BARRIER_BYTES, (direction, config)

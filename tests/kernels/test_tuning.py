@@ -27,15 +27,20 @@ def waves(config: GemmConfig, m: int, n: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "tile_m"),
+    ("change", "m", "n", "tile_m"),
     [
-        (4096, 3584, 232),  # 28 x 16 tiles of 256: 3.39 waves, four are run; 28 x 18 of 232: 3.82, four are run
-        (4096, 37888, 256),  # 296 x 16: 35.9 waves
-        (129, 132 * 128, 136),  # one wave; two of 72 would cost more
+        ({}, 4096, 3584, 232),  # 28 x 16 tiles of 256: 3.39 waves, four are run; 28 x 18 of 232: 3.82, four are run
+        ({}, 4096, 37888, 256),  # 296 x 16: 35.9 waves
+        ({}, 129, 132 * 128, 136),  # one wave; two of 72 would cost more
+        ({}, 128, 3584, 256),  # one tile is left alone
+        ({"tile_m": 128, "cluster": 2}, 2048, 3584, 128),  # so are clusters that share tiles; others have 120
+        ({}, 1024, 3584, 256),  # 28 x 4 tiles of 132 CTAs are one wave
+        ({"ctas_per_sm": 2}, 1024, 3584, 120),  # and so are 28 x 9 of 264
     ],
 )
-def test_by_hand(m, n, tile_m):
-    assert tuning.balance_waves(WIDE, m, n) == dataclasses.replace(WIDE, tile_m=tile_m)
+def test_by_hand(change, m, n, tile_m):
+    config = dataclasses.replace(WIDE, **change)
+    assert tuning.balance_waves(config, m, n) == dataclasses.replace(config, tile_m=tile_m)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +65,6 @@ def test_never_costs_more_than_the_table_s_config():
             both = [waves(config, m, n) * (config.tile_m + tuning.K_TILE_ROWS) for config in (found, WIDE)]
             assert both[0] <= both[1]
             assert tuning.balance_waves(found, m, n) == found
-
-
-def test_ctas_that_share_an_sm_make_the_waves_shorter():
-    """264 CTAs: 28 x 16 tiles with a tile_m of 256 are two waves; with 240, 28 x 18 are two as well, and shorter."""
-    two = dataclasses.replace(WIDE, ctas_per_sm=2)
-    assert tuning.balance_waves(two, 4096, 3584).tile_m == 232
 
 
 def test_the_direction_decides_which_features_count(tmp_path):
@@ -98,12 +97,6 @@ def test_a_gpus_own_row_comes_before_its_tiers(tmp_path):
 def test_clusters_that_fit():
     assert [GemmConfig(64, cluster=n).resident_clusters(H200) for n in (1, 2, 3, 4)] == [132, 66, 39, 30]
     assert GemmConfig(64, cluster=3, ctas_per_sm=2).resident_clusters(H200) == 78
-
-
-def test_clusters_that_share_tiles_are_left_alone():
-    shared = GemmConfig(tile_m=128, cluster=2)
-    assert tuning.balance_waves(shared, 4096, 3584) == shared
-    assert tuning.balance_waves(WIDE, 128, 3584) == WIDE
 
 
 def holds(config: GemmConfig | SkinnyConfig, n: int, k: int, m: int, has_lora: bool = False) -> bool:

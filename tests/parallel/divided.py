@@ -135,14 +135,9 @@ def update() -> dict[str, Any]:
     """Two updates of several micro-batches with KL, capped weights and trained norms; the first layer recomputes,
     where it is divided."""
     config = make_config(
-        batch_size=ROWS,
-        num_iterations=2,
-        importance_sampling_cap=1.2,
-        beta=0.1,
-        train_norms=True,
-        max_grad_norm=0.3,
+        batch_size=ROWS, num_iterations=2, importance_sampling_cap=1.2, beta=0.1, train_norms=True, max_grad_norm=0.3,
         lora_rank=RANK,
-    )
+    )  # fmt: skip
     one, two = policies()
     batch, after = make_batch(one.config.vocab_size, 0, ROWS), []
     for policy, recomputed in ((one, 0), (two, 1)):

@@ -98,19 +98,6 @@ def test_a_process_takes_neighbouring_gpus(index, own):
 
 
 @pytest.mark.parametrize(
-    ("size", "said"),
-    [
-        (4, "--tensor-parallel-size 4: this machine has 2 GPUs for JAX"),
-        (0, "tensor_parallel_size must be at least 1, got 0"),
-    ],
-)
-def test_sizes_of_a_replica_that_are_not_there(size, said):
-    with pytest.raises(ConfigError) as error:
-        launch.start_of(launch.Devices(tensor_parallel_size=size), 2)
-    assert str(error.value) == said
-
-
-@pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--tensor-parallel-size", "3"], "tensor_parallel_size 3 does not divide num_key_value_heads 2"),
@@ -126,17 +113,19 @@ def test_runs_that_cannot_be_divided(flags, said, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("devices", "gpus", "said"),
+    ("devices", "size", "gpus", "said"),
     [
-        ("8", 2, "--devices 8: this machine has 2 GPUs for JAX"),
-        ("0", 8, "devices must be \"all\" or a number from 1, got '0'"),
-        ("two", 8, "devices must be \"all\" or a number from 1, got 'two'"),
-        ("3", 8, "--devices 3 is no multiple of --tensor-parallel-size 2"),
+        ("8", 2, 2, "--devices 8: this machine has 2 GPUs for JAX"),
+        ("0", 2, 8, "devices must be \"all\" or a number from 1, got '0'"),
+        ("two", 2, 8, "devices must be \"all\" or a number from 1, got 'two'"),
+        ("3", 2, 8, "--devices 3 is no multiple of --tensor-parallel-size 2"),
+        ("all", 4, 2, "--tensor-parallel-size 4: this machine has 2 GPUs for JAX"),
+        ("all", 0, 2, "tensor_parallel_size must be at least 1, got 0"),
     ],
 )
-def test_devices_that_are_not_there(devices, gpus, said):
+def test_devices_that_are_not_there(devices, size, gpus, said):
     with pytest.raises(ConfigError) as error:
-        launch.count_of(devices, gpus, 2)
+        launch.start_of(launch.Devices(devices=devices, tensor_parallel_size=size), gpus)
     assert str(error.value) == said
 
 

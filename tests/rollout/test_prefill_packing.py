@@ -36,12 +36,8 @@ def packed(
     return pack_prompts(lengths, prefill_shapes(len(lengths), width, separate, at_once))
 
 
-def test_prompts_of_one_length_fill_their_batches():
-    """128 prompts of 256 tokens, as in the benchmark: no padding."""
-    assert packed([256] * 128) == [PrefillBatch(32, PrefillShape(8192, 128, 256))] * 4
-
-
 def test_by_hand():
+    assert packed([256] * 128) == [PrefillBatch(32, PrefillShape(8192, 128, 256))] * 4  # no padding
     assert packed([]) == []
     assert packed([5]) == [PrefillBatch(1, PrefillShape(512, 32, 64))]
     assert packed([70]) == [PrefillBatch(1, PrefillShape(512, 16, 128))]
@@ -149,13 +145,8 @@ def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(micro_dir):
     begin, row, whole = 0, PrefillShape(64, 4, 64), PrefillShape(80, 1, 80)
     small = PrefillBatch(1, PrefillShape(8, 4, 8)), PrefillBatch(3, PrefillShape(16, 4, 16))
     batches = (
-        small[0],
-        PrefillBatch(1, row),
-        PrefillBatch(4, row),
-        PrefillBatch(1, whole),
-        small[1],
-        PrefillBatch(3, row),
-    )
+        small[0], PrefillBatch(1, row), PrefillBatch(4, row), PrefillBatch(1, whole), small[1], PrefillBatch(3, row),
+    )  # fmt: skip
     for batch in batches:
         chosen = range(begin, begin + batch.prompts)
         begin += batch.prompts

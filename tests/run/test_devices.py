@@ -147,13 +147,10 @@ sys.exit(program.main())
 @pytest.mark.parametrize(
     ("plugins", "platforms", "uses"),
     [
-        (["xla_cuda13"], None, True),
-        (["xla_cuda13"], "cpu,cuda", True),
-        (["xla_cuda13"], "gpu", True),
-        (["xla_cuda13"], "cpu", False),
-        (["tpu"], None, False),
+        (["xla_cuda13"], None, True), (["xla_cuda13"], "cpu,cuda", True), (["xla_cuda13"], "gpu", True),
+        (["xla_cuda13"], "cpu", False), (["tpu"], None, False),
     ],
-)
+)  # fmt: skip
 def test_gpus_are_those_that_jax_would_start(plugins, platforms, uses):
     assert driver._uses_cuda(plugins, platforms) is uses
 

@@ -20,12 +20,9 @@ def test_norms_that_were_imported_are_exported_though_not_trained(tmp_path, tiny
     policy = load_policy(tiny_dir, dtype=jnp.float32, adapter=ADAPTER)
     lora = policy.lora_config
     config = Config(
-        model=str(tiny_dir),
-        max_steps=1,
-        lora_rank=lora.rank,
-        lora_alpha=lora.alpha,
+        model=str(tiny_dir), max_steps=1, lora_rank=lora.rank, lora_alpha=lora.alpha,
         lora_target_modules=lora.target_modules,
-    )
+    )  # fmt: skip
     state = init_state(policy, config)
     state = state.replace(lora=randomized(policy, 0).lora)
     for name in ("notes", "README.md"):  # left where --overwrite took the adapter away

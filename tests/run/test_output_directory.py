@@ -27,6 +27,8 @@ with locked(Path(sys.argv[1])):
 
 def test_a_second_run_is_refused_with_host_and_process(tmp_path):
     """The lock is another process's; its death, even by SIGKILL, frees the directory."""
+    refuse_locked(tmp_path / "run")
+    assert not (tmp_path / "run").exists()  # looking for a lock writes nothing
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -45,11 +47,6 @@ def test_a_second_run_is_refused_with_host_and_process(tmp_path):
         assert (tmp_path / "run" / "run.lock").read_text() == f"{socket.gethostname()} {os.getpid()}\n"
     with locked(tmp_path / "run"):
         pass
-
-
-def test_looking_for_a_lock_writes_nothing(tmp_path):
-    refuse_locked(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def config_of(directory: Path, **changes: object) -> Config:
@@ -108,15 +105,12 @@ def test_overwrite_deletes_only_what_a_run_made(tmp_path):
         directory,
         [
             *(
-                "notes.md",
-                "checkpoints/README",
-                "checkpoints/mine/weights",
-                "completions/best.txt",
+                "notes.md", "checkpoints/README", "checkpoints/mine/weights", "completions/best.txt",
                 "adapter/README.md",
             ),
             *("plots/mine.svg", "nonfinite/why.txt", "tensorboard/other/events", "wandb/mine"),
         ],
-    )
+    )  # fmt: skip
     run_directory.check(directory, config_of(directory))
     run_directory.clear(directory)
     left = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}

@@ -109,12 +109,9 @@ def test_an_exchanged_evaluation_is_named(place):
     before, *others = (
         fingerprints(config, [[problem(i)]], evaluated)
         for i, evaluated in (
-            (0, [problem(5)]),
-            (0, [problem(5, "2")]),
-            (0, [problem(5), problem(6)]),
-            (1, [problem(5)]),
+            (0, [problem(5)]), (0, [problem(5, "2")]), (0, [problem(5), problem(6)]), (1, [problem(5)]),
         )
-    )
+    )  # fmt: skip
     changed = [{name for name in before if before[name] != other[name]} for other in others]
     assert changed == [{"eval_dataset arithmetic"}, {"eval_dataset arithmetic"}, {"dataset gsm8k"}]
 
@@ -126,12 +123,9 @@ def test_results_of_other_problems_or_of_another_run_are_not_kept(state, tmp_pat
     inputs = {"eval_dataset arithmetic": "1", "dataset gsm8k": "2"}
     Checkpointer(tmp_path, 1, inputs).save(state.replace(step=jnp.int32(1)))
     for step, changes, kept in (
-        (2, {}, ["before", "after"]),
-        (2, {"dataset gsm8k": "3"}, ["before", "after"]),
-        (1, {}, ["before"]),
-        (1, {"eval_dataset arithmetic": "3"}, []),
-        (0, {}, []),
-    ):
+        (2, {}, ["before", "after"]), (2, {"dataset gsm8k": "3"}, ["before", "after"]), (1, {}, ["before"]),
+        (1, {"eval_dataset arithmetic": "3"}, []), (0, {}, []),
+    ):  # fmt: skip
         write_evaluations(tmp_path, results)
         assert list(_kept_evaluations(config, inputs | changes, step)) == list(read_evaluations(tmp_path)) == kept
 
