@@ -33,13 +33,6 @@ def test_results_survive_the_process(tmp_path):
     write_evaluations(tmp_path, {"before": result})
     assert read_evaluations(tmp_path) == {"before": result}
     assert hash(result) == hash(dataclasses.replace(result, estimates={}))
-    result = dataclasses.replace(result, ungraded=(), maj_at_k=0.5)
-    assert set(result.metrics()) == {
-        f"eval/{n}" for n in ("accuracy", "pass_at_k", "format", "truncated", "mean_length")
-    }
-    assert result.describe() == "pass@1 50.0 % (95 % interval 40.0–60.0, 200 problems)"
-    broken = dataclasses.replace(result, failed=3).describe()
-    assert broken == result.describe()[:-1] + ", 3 completions whose largest logit was not finite)"
 
 
 def test_every_figure_has_its_place_in_the_table_and_the_curves():
@@ -137,9 +130,6 @@ def test_several_completions_a_problem(written):
     }
     assert result.metrics()["eval/maj_at_k"] == 1 / 4
     assert result.sampling_error == pytest.approx(np.sqrt((1 / 3 + 0 + 0 + 1 / 3) / 3) / 4)  # 0.118
-    line = "avg@3 with other samples on the same problems: standard error 11.8 points"
-    assert [one for one in result.table() if one != line] == dataclasses.replace(result, sampling_error=None).table()
-    assert line in result.table()
 
 
 def test_what_counts_as_correct_is_a_reward_above_zero(written):

@@ -110,13 +110,6 @@ def test_skipped_steps_in_a_row_are_an_error_at_the_limit():
     assert not isinstance(trained.value, UntrainedError)  # what the first two trained is saved
 
 
-def test_a_collapse_of_entropy():
-    """At a learning rate that destroys the policy: 0.36 to 0.03 nats a token."""
-    for newest in (10, 30):  # long since, too
-        assert kinds(rows(10, entropy=0.36), rows(newest, entropy=0.03)) == {"entropy"}
-    assert kinds(rows(10, entropy=0.06), rows(10, entropy=0.04)) == set()
-
-
 @pytest.mark.parametrize(
     ("last", "found"),
     [
@@ -136,3 +129,4 @@ def test_a_collapse_of_entropy():
 def test_the_limits_of_what_is_said(last, found):
     """On both sides of each, from a reward and an accuracy of 0.3, 300 tokens and an entropy of 0.3."""
     assert kinds(rows(10), rows(10, **last)) == found
+    assert "entropy" not in found or kinds(rows(10), rows(30, **last)) == found  # long since, too

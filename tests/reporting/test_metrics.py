@@ -88,13 +88,6 @@ def test_every_line_of_a_plot_is_the_metric_of_its_name():
             "KL(sampled ‖ trainer)": "sampling/kl",
         },
     }
-    words = {
-        "reward": ("Reward, mean ± standard deviation within groups", "reward", "linear"),
-        "accuracy": ("Share of correct completions in training, sampled under noise", "accuracy", "linear"),
-        "entropy": ("Entropy of the policy, and AQN's σ", "entropy (nats a token)", "linear"),
-        "length": ("Completion length", "tokens", "linear"),
-        "mismatch": ("Rollout against trainer, the noise between them", "nats", "log"),
-    }
     shown = ["reward_std", "aqn/sigma", *(metric for lines in names.values() for metric in lines.values())]
     rows = [{"step": step} | {name: 20.0 + 10 * i + step for i, name in enumerate(shown)} for step in (4, 5, 6)]
     for plot, (_, draw) in _PLOTS.items():
@@ -105,10 +98,10 @@ def test_every_line_of_a_plot_is_the_metric_of_its_name():
             name: [row[metric] for row in rows] for name, metric in names[plot].items()
         }
         assert all(line.get_xdata().tolist() == [4, 5, 6] for line in lines.values())
-        assert (axes.get_title(), axes.get_ylabel(), axes.get_yscale()) == words[plot]
+        assert axes.get_yscale() == ("log" if plot == "mismatch" else "linear")
         if plot == "entropy":
             [sigma] = figure.axes[1].get_lines()
-            assert (figure.axes[1].get_ylabel(), figure.axes[1].get_yscale()) == ("noise σ", "log")
+            assert figure.axes[1].get_yscale() == "log"
             assert sigma.get_xdata().tolist() == [4, 5, 6]
             assert sigma.get_ydata().tolist() == [row["aqn/sigma"] for row in rows]
         if plot == "reward":  # 44 ± 24 to 46 ± 26
