@@ -29,15 +29,9 @@ def change_length(data: bytes, rng: np.random.Generator) -> bytes:
     """Cut short, cut at the front, a piece lost, doubled or zeroed, or something appended."""
     at, to = sorted(int(x) for x in rng.integers(0, len(data) + 1, 2))
     return [
-        data[:at],
-        data[:-1],
-        data[to:],
-        b"",
-        data[:at] + data[to:],
-        data[:to] + data[at:],
-        data[:at] + bytes(to - at) + data[to:],
-        data + rng.bytes(int(rng.integers(1, 9))),
-    ][rng.integers(8)]
+        data[:at], data[:-1], data[to:], b"", data[:at] + data[to:], data[:to] + data[at:],
+        data[:at] + bytes(to - at) + data[to:], data + rng.bytes(int(rng.integers(1, 9))),
+    ][rng.integers(8)]  # fmt: skip
 
 
 def change_text(data: bytes, rng: np.random.Generator) -> bytes:

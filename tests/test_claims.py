@@ -98,17 +98,11 @@ def test_an_experiment_goes_on_where_it_failed(experiment, tmp_path, capsys):
     }
     row = next(row for row in found["rows"] if (row["cell"], row["seed"]) == ("noisy", 2))
     assert (row["set/sigma_start"], row["mean_accuracy"], row["first_entropy"], row["mean_entropy"]) == (
-        9,
-        51.5,
-        0.5,
-        0.75,
-    )
+        9, 51.5, 0.5, 0.75,
+    )  # fmt: skip
     assert (row["accuracy_before"], row["pass_at_k_before"], row["model"], row["last_length"]) == (
-        0.25,
-        0.5,
-        "tiny",
-        15,
-    )
+        0.25, 0.5, "tiny", 15,
+    )  # fmt: skip
     assert {"commit", "gpu", "command", "seconds"} <= set(row) and row["command"].endswith("noisy-2.yaml --resume auto")
     differences = {(d["treatment"], d["figure"]): d for d in found["differences"]}
     assert differences["noisy", "accuracy_after"]["mean"] == 9 * (1 + 4 + 16) / 3  # and not with seeds mixed

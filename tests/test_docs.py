@@ -102,11 +102,8 @@ def test_the_guide_names_the_fields_that_may_change_on_resume():
     text = (ROOT / "docs" / "guide.md").read_text()
     fields = text[text.index("leave the algorithm as it is may change:") :].partition(". ")[0]
     assert set(re.findall(r"`(\w+)`", fields)) == FREE_ON_RESUME - {
-        "resume",
-        "overwrite",
-        "max_steps",
-        "num_train_epochs",
-    }
+        "resume", "overwrite", "max_steps", "num_train_epochs",
+    }  # fmt: skip
 
 
 def headings(page: Path) -> set[str]:

@@ -27,13 +27,8 @@ def half_billion(tmp_path_factory, data):
     """A Hugging Face directory with the 0.5B's true shapes, random weights and the published tokenizer."""
     out = tmp_path_factory.mktemp("real") / "qwen-0.5b"
     command = [
-        sys.executable,
-        ROOT / "tools" / "make_checkpoint.py",
-        "0.5B",
-        out,
-        "--tokenizer",
-        data / "qwen2.5_tokenizer",
-    ]
+        sys.executable, ROOT / "tools" / "make_checkpoint.py", "0.5B", out, "--tokenizer", data / "qwen2.5_tokenizer",
+    ]  # fmt: skip
     made = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert made["parameters"] == 494_032_768  # the published count
     return out

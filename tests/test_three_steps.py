@@ -78,14 +78,10 @@ def both(tmp_path_factory):
     (path / "reward.py").write_text(REWARD)
     letters = f"{path / 'reward.py'}:letters"
     config = runs.Config(
-        model=str(model),
-        output_dir=str(path / "run"),
-        dataset=str(path / "train.jsonl"),
-        eval_dataset=str(path / "test.jsonl"),
-        reward_funcs=(letters, "overlong"),
-        reward_weights=(1.0, 0.5),
+        model=str(model), output_dir=str(path / "run"), dataset=str(path / "train.jsonl"),
+        eval_dataset=str(path / "test.jsonl"), reward_funcs=(letters, "overlong"), reward_weights=(1.0, 0.5),
         **SETTINGS,
-    )
+    )  # fmt: skip
 
     at = {"step": 0, "round": 0}
     real_collect, real_generate = train.collect_experience, train.generate

@@ -205,12 +205,9 @@ def test_the_record(step):
         )
         rate = step.config.learning_rate * (5 + skipped) / 10  # a warm-up of 10, which skipped updates do not count in
         assert run_metrics(experience, state, skipped, sigma, 1000, 15) == {
-            "aqn/sigma": sigma,
-            "aqn/norms": 4,
-            "learning_rate": pytest.approx(rate),
-            "num_tokens": 1000 + int(lengths.sum()),
-            "epoch": pytest.approx((CURSOR + 4) / 15),
-        }
+            "aqn/sigma": sigma, "aqn/norms": 4, "learning_rate": pytest.approx(rate),
+            "num_tokens": 1000 + int(lengths.sum()), "epoch": pytest.approx((CURSOR + 4) / 15),
+        }  # fmt: skip
     columns = completion_columns(experience, batch.advantages, "level")
     assert columns.pop("data_order/level") == [problem_id / 2 for problem_id in columns["problem_id"]]
     assert list(columns) == list(completion_columns(experience, batch.advantages))

@@ -88,12 +88,9 @@ def test_a_run_samples_by_vllm_with_the_policy_of_each_step(stand_in, tmp_path, 
     """Two rollouts of two updates, the second with noise; evaluated before and after."""
     settings = {"dtype": "bfloat16", "max_steps": 4, "num_stages": 2, "noise_formula": "paper", "beta": 0.0}
     settings |= {
-        "train_norms": False,
-        "dynamic_sampling": False,
-        "sigma_start": 1.0,
-        "rollout_backend": "vllm",
+        "train_norms": False, "dynamic_sampling": False, "sigma_start": 1.0, "rollout_backend": "vllm",
         "eval_samples": 2,
-    }
+    }  # fmt: skip
     settings |= {"eval_dataset": "arithmetic", "eval_batch_size": 12}
     train(runs.config(tmp_path / "run", **runs.on_small(tmp_path) | settings))
     rows = read_metrics(tmp_path / "run")

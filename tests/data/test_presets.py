@@ -69,20 +69,12 @@ SCHEMAS["bigmath_hard"] = SCHEMAS["bigmath"]
 EXPECTED = {
     "gsm8k": ("train", "train", [0, 1, 2, 4], ["36", "1,200", "-4", "3"], "no single number after '####'"),
     "bigmath": (
-        "train",
-        "level_3_4_5/train-00000-of-00001",
-        [0, 2, 4],
-        ["3", r"\sqrt{2}", "5,040"],
-        "'prompt' over 1024",
+        "train", "level_3_4_5/train-00000-of-00001", [0, 2, 4], ["3", r"\sqrt{2}", "5,040"], "'prompt' over 1024",
     ),
     "bigmath_hard": ("train", "level_4_5/train-00000-of-00001", [0, 2, 4], ["3", r"\sqrt{2}", "5,040"], "empty answer"),
     "dapomath": ("train", "en/train-00000-of-00001", [0, 1, 3, 4], ["9", "1", "20", "7"], "'source_prompt' over 1024"),
     "miromind": (
-        "train",
-        "data/train-00000-of-00001",
-        [0, 1, 3, 4],
-        ["15", "42", r"\frac{3}{4}", "10"],
-        "'problem' over 1024",
+        "train", "data/train-00000-of-00001", [0, 1, 3, 4], ["15", "42", r"\frac{3}{4}", "10"], "'problem' over 1024",
     ),
     "codeforces": ("train", "data/train-00000-of-00001", [0, 1, 2, 4], ["", "", "", ""], "no 'verification_info'"),
     "math": (
@@ -96,7 +88,7 @@ EXPECTED = {
     "aime24": ("test", "data/test-00000-of-00001", [0, 1, 3, 4], ["042", "7", "900", "11"], r"no \boxed{…}"),
     "aime25": ("test", "test", [0, 1, 2, 4], ["70", "16", "082", "5"], "empty answer"),
     "amc23": ("test", "data/test-00000-of-00001", [0, 1, 2, 3], ["27", "-1", "3159", "0.5"], "no 'answer'"),
-}
+}  # fmt: skip
 
 
 def records(name: str) -> list[dict]:

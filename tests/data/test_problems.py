@@ -197,14 +197,10 @@ TURNS = tuple((turn["role"], turn["content"]) for turn in CHAT)
 @pytest.mark.parametrize(
     ("own", "system_prompt", "expected"),
     [
-        ("own", None, "own"),
-        ("own", "other", "other"),
-        ("own", "", "own"),
-        (None, None, PROMPT_FORMATS["boxed"]),
-        (None, "other", "other"),
-        (None, "", None),
+        ("own", None, "own"), ("own", "other", "other"), ("own", "", "own"), (None, None, PROMPT_FORMATS["boxed"]),
+        (None, "other", "other"), (None, "", None),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_conversations_and_their_system_message(tmp_path, suffix, own, system_prompt, expected):
     system = [{"role": "system", "content": own}] if own else []

@@ -60,11 +60,8 @@ def test_filters_equal_the_slow_ones_and_transformers(logits, sampling):
 def test_tokens_tied_with_the_last_kept_one_stay():
     logits = jnp.asarray([[2.0, 1.0, 1.0, 0.0]])
     assert np.isfinite(sampled_logits(logits, Sampling(1, top_k=2).distribution))[0].tolist() == [
-        True,
-        True,
-        True,
-        False,
-    ]
+        True, True, True, False,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("sampling", [SETTINGS[0], SETTINGS[1], SETTINGS[-1]], ids=str)

@@ -126,16 +126,12 @@ def sample(
     """`group` completions of each problem: the whole forward pass of every row for each token."""
     rows = [
         {
-            "problem": problem,
-            "sample": g,
-            "ids": list(problem["ids"]),
-            "logprobs": [],
-            "entropies": [],
+            "problem": problem, "sample": g, "ids": list(problem["ids"]), "logprobs": [], "entropies": [],
             "finish": LENGTH,
         }
         for problem in problems
         for g in range(group)
-    ]
+    ]  # fmt: skip
     width, vocab = max(len(row["ids"]) for row in rows) + length, model.config.vocab_size
     ids = np.array([row["problem"]["id"] for row in rows], np.int32)
     samples = np.array([row["sample"] for row in rows], np.int32)

@@ -65,14 +65,10 @@ def _completion_rows(batch: Batch, width: int) -> dict[str, Array]:
         return jnp.take_along_axis(array, columns, axis=1)
 
     return {
-        "tokens": batch.tokens,
-        "attention_mask": batch.attention_mask,
-        "columns": columns,
-        "targets": take(batch.tokens),
-        "mask": take(batch.loss_mask) & inside,
-        "behaviour": take(batch.logprobs),
+        "tokens": batch.tokens, "attention_mask": batch.attention_mask, "columns": columns,
+        "targets": take(batch.tokens), "mask": take(batch.loss_mask) & inside, "behaviour": take(batch.logprobs),
         "advantages": batch.advantages,
-    }
+    }  # fmt: skip
 
 
 def _combine(name: str, values: Array) -> Array:

@@ -132,15 +132,10 @@ def trl_loss(logp, old, behaviour, reference, advantages, mask, settings) -> tup
     )
     ids = torch.zeros(logp.shape, dtype=torch.long)
     inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1],
-        "completion_ids": ids,
-        "completion_mask": mask.to(logp.dtype),
-        "advantages": advantages,
-        "old_per_token_logps": old,
-        "ref_per_token_logps": reference,
-        "num_items_in_batch": mask.sum(),
-    }
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,
+        "completion_mask": mask.to(logp.dtype), "advantages": advantages, "old_per_token_logps": old,
+        "ref_per_token_logps": reference, "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
     if settings.importance_sampling_cap is not None:
         inputs["importance_sampling_ratio"] = trl_importance(old, behaviour, mask, settings)
     value = GRPOTrainer._compute_loss(trainer, None, inputs)

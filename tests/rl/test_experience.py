@@ -150,15 +150,10 @@ def test_rounds_are_bounded_and_what_is_left_stays():
 @pytest.mark.parametrize(
     ("rewards", "equal"),
     [
-        ([1, 1], True),
-        ([1, 2], False),
-        ([NAN, 1], True),
-        ([NAN, NAN], True),
-        ([NAN, 1, 1], True),
-        ([NAN, 1, 2], False),
-        ([0.1, 0.1, 0.1], True),
+        ([1, 1], True), ([1, 2], False), ([NAN, 1], True), ([NAN, NAN], True), ([NAN, 1, 1], True),
+        ([NAN, 1, 2], False), ([0.1, 0.1, 0.1], True),
     ],
-)
+)  # fmt: skip
 def test_groups_that_teach_nothing(rewards, equal):
     both = np.asarray([*rewards, *range(len(rewards))], np.float32)
     assert equal_groups(both, len(rewards)).tolist() == [equal, False]

@@ -114,12 +114,8 @@ def test_the_case_makes_every_setting_matter(case):
     values = [theirs(case, s)[0] for s in GRID]
     assert len({round(v, 6) for v in values}) == len([s for s in GRID if s.loss_type != "bnpo"])  # bnpo is dapo
     for changes in (
-        {"epsilon": 0.05},
-        {"epsilon_high": 0.05},
-        {"delta": 1.4},
-        {"beta": 0.3},
-        {"importance_sampling_cap": 1.5},
-    ):
+        {"epsilon": 0.05}, {"epsilon_high": 0.05}, {"delta": 1.4}, {"beta": 0.3}, {"importance_sampling_cap": 1.5},
+    ):  # fmt: skip
         assert abs(ours(case, dataclasses.replace(base, **changes))[0] - ours(case, base)[0]) > 1e-4, changes
     flags = ours(case, base)[2]
     assert flags["clip_ratio/low_mean"].sum() > 0 and flags["clip_ratio/high_mean"].sum() > 0

@@ -59,12 +59,9 @@ def awkward_batch(seed: int = 0) -> Batch:
     mask[9, prompts[9]] = False
     logprobs = np.where(mask, np.minimum(batch.logprobs, -0.1), 0)
     return batch.replace(
-        tokens=jnp.asarray(tokens),
-        prompt_lengths=jnp.asarray(prompts),
-        lengths=jnp.asarray(lengths),
-        loss_mask=jnp.asarray(mask),
-        logprobs=jnp.asarray(logprobs),
-    )
+        tokens=jnp.asarray(tokens), prompt_lengths=jnp.asarray(prompts), lengths=jnp.asarray(lengths),
+        loss_mask=jnp.asarray(mask), logprobs=jnp.asarray(logprobs),
+    )  # fmt: skip
 
 
 SGD = optax.sgd(1.0)
