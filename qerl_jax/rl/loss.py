@@ -117,10 +117,11 @@ class ClippedLoss:
         """As `TokenLoss`; the metrics are 1 where the clip stops the gradient."""
         ratio, advantage = policy_ratio(logp, old_logp, mask, self.importance_sampling_level), advantages[:, None]
         unclipped = ratio if self.delta is None else jnp.minimum(ratio, self.delta)
-        clipped = jnp.clip(ratio, 1 - self.epsilon, 1 + self.upper_clip)
-        low = (ratio < 1 - self.epsilon) & (advantage < 0)
-        high = (ratio > 1 + self.upper_clip) & (advantage > 0)
-        return -jnp.minimum(unclipped * advantage, clipped * advantage), _clip_metrics(low, high)
+        is_low, is_high = ratio < 1 - self.epsilon, ratio > 1 + self.upper_clip
+        # Not `jnp.clip`, which at a bound, as the ratio 1 of ε = 0, passes half of the gradient on.
+        clipped = jnp.where(is_low, 1 - self.epsilon, jnp.where(is_high, 1 + self.upper_clip, ratio))
+        metrics = _clip_metrics(is_low & (advantage < 0), is_high & (advantage > 0))
+        return -jnp.minimum(unclipped * advantage, clipped * advantage), metrics
 
 
 @dataclasses.dataclass(frozen=True)

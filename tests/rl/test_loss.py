@@ -130,6 +130,17 @@ def test_clips_are_counted_at_their_own_bounds():
     assert flags["clip_ratio/high_mean"].tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
 
 
+@pytest.mark.parametrize("changes", [{"epsilon": 0.0}, {"epsilon_high": 0.0}, {"epsilon": 0.0, "epsilon_high": 0.0}])
+def test_a_ratio_at_the_bound_of_its_clip_has_its_whole_gradient(case, changes):
+    """Every ratio of a rollout's first update is 1, which no clip changes, ε = 0 included."""
+    first = {**case, "old": case["logp"]}
+    settings = make_settings(**changes)
+    _, gradient, _ = ours(first, settings)
+    for expected in (theirs(first, settings, torch_grpo.trl_loss), ours(first, make_settings())):
+        np.testing.assert_allclose(gradient, expected[1], atol=1e-7)
+    assert np.abs(gradient).max() > 1e-3
+
+
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_token_weights_by_hand(loss_type):
     mask = jnp.asarray([[True, True, False, True], [False, False, True, False], [False] * 4])
