@@ -63,6 +63,29 @@ def test_any_shape_round_trips(n, k, divides):
     np.testing.assert_array_equal(dequantize(back), dequantize(weight))
 
 
+def with_scale(byte: int) -> Nvfp4:
+    """A random weight whose first block has this scale."""
+    weight = random_weight(64, 64, 1)
+    bits = as_bytes(weight.scales).copy()
+    bits[0, 0] = byte
+    return Nvfp4(weight.codes, jnp.asarray(bits.view(ml_dtypes.float8_e4m3fn)), weight.global_scale, weight.divides)
+
+
+def test_a_block_with_the_scale_minus_zero_is_worth_zero():
+    weight = with_scale(0x80)
+    matrix, multiplier = packing.packed_parts(packing.pack(weight))
+    expected = dequantize(weight)
+    assert not expected[0, :16].any() and expected[0, 16:].any()
+    found = np.asarray(matrix, np.float32) * np.asarray(multiplier)[:, None]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x81, 0xB8])
+def test_scales_that_are_negative_or_no_number_are_refused(byte):
+    with pytest.raises(ValueError, match="a block scale is negative or no number"):
+        packing.pack(with_scale(byte))
+
+
 def test_padding_is_zero():
     packed = packing.pack(random_weight(65, 80, 0))
     whole = packing.PackedNvfp4(**{**vars(packed), "shape": (128, 128)})

@@ -44,6 +44,7 @@ SCALE_MASK = 0x0FF00FF0
 SCALE_BIAS = 0x70007000
 PRODUCT_LOG2 = 13  # code × scale as the kernels form it is the weight × 2^-PRODUCT_LOG2
 MXFP4_SPAN = 30
+_E4M3_NAN = 0x7F
 
 
 def _e5m3_of_e4m3() -> np.ndarray:
@@ -76,8 +77,8 @@ def pack(weight: Nvfp4 | Mxfp4) -> PackedNvfp4:
     zeros there). Runs under `jit` too, where `uniform` is then False because the values are not known.
 
     Raises:
-      ValueError: k is not a multiple of 16 (32 for MXFP4), or, outside `jit`, the exponents of a row of an MXFP4
-        weight span more than 30 binades (use the XLA path for such a weight).
+      ValueError: k is not a multiple of 16 (32 for MXFP4), or, outside `jit`, a block scale is negative or no number,
+        or the exponents of a row of an MXFP4 weight span more than 30 binades (use the XLA path for such a weight).
     """
     n, k = weight.shape
     block = MXFP4_BLOCK if isinstance(weight, Mxfp4) else NVFP4_BLOCK
@@ -90,8 +91,10 @@ def pack(weight: Nvfp4 | Mxfp4) -> PackedNvfp4:
         words, scales, factor, padded, is_one = _pack_mxfp4(weight)
         stored, divides = factor, False
     else:
-        words, scales, _, padded, is_one = _pack_nvfp4(weight)
+        words, scales, _, padded, is_one, are_scales = _pack_nvfp4(weight)
         stored, divides = weight.global_scale, weight.divides
+        if concrete and not are_scales:
+            raise ValueError("pack: a block scale is negative or no number, which the packed form cannot hold")
     return PackedNvfp4(words, scales, padded, stored, (n, k), divides, block, concrete and bool(is_one))
 
 
@@ -105,9 +108,10 @@ def missing_for_packing(weight: Nvfp4 | Mxfp4) -> str | None:
 @jax.jit
 def _pack_nvfp4(weight: Nvfp4):
     byte = jax.lax.bitcast_convert_type(weight.scales, jnp.uint8)
-    codes = _nibbles(weight.codes)
-    codes = jnp.where(jnp.repeat(byte == 0, NVFP4_BLOCK, axis=1), 0, codes)
-    return _words(codes), pack_scales(weight.scales), *_factors(multiplier(weight))
+    is_zero = byte & 127 == 0  # -0, too, the only one with a sign
+    codes = jnp.where(jnp.repeat(is_zero, NVFP4_BLOCK, axis=1), 0, _nibbles(weight.codes))
+    are_scales = jnp.all(is_zero | (byte < _E4M3_NAN))
+    return _words(codes), pack_scales(weight.scales), *_factors(multiplier(weight)), are_scales
 
 
 def _factors(factor: Float32[Array, " n"]) -> tuple[Float32[Array, " n"], Float32[Array, " m"], Array]:
