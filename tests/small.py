@@ -103,8 +103,8 @@ def change_json(path: Path, **changes: object) -> None:
     write_json(path, {**json.loads(path.read_text()), **changes})
 
 
-def change_tensors(directory: Path, change: object) -> None:
-    """Rewrite the single file of a model after `change(dict of arrays)`."""
-    tensors = {name: np.array(array) for name, array in st.open_checkpoint(directory).items()}
+def change_tensors(directory: Path, change: object, file: str = st.SINGLE_FILE) -> None:
+    """Rewrite the single file of a model, or another, after `change(dict of arrays)`."""
+    tensors = {name: np.array(array) for name, array in st.Tensors([directory / file]).items()}
     change(tensors)
-    st.save(directory / st.SINGLE_FILE, tensors)
+    st.save(directory / file, tensors)

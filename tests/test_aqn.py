@@ -137,13 +137,6 @@ def test_every_norm_and_key_has_noise_of_its_own(policy):
     assert_trees_equal(aqn.perturb(policy.norms, 0.1, jax.random.fold_in(KEY, 0)), first)
 
 
-def test_small_sigma_survives(policy):
-    """In bf16 a deviation of 1e-4 on weights near 1 is nothing."""
-    noisy = aqn.perturb(policy.norms, 1e-4, KEY)
-    for a, b in zip(jax.tree.leaves(noisy), jax.tree.leaves(policy.norms), strict=True):
-        assert a.dtype == jnp.float32 and (np.asarray(a) != np.asarray(b)).mean() > 0.99
-
-
 def test_weights_that_are_not_fp32_are_refused(policy):
     rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16), policy.norms)
     with pytest.raises(ValueError, match="bfloat16"):

@@ -56,9 +56,7 @@ def adapter_of(model: Path) -> Path:
 def changed(source: Path, name: str, change: Callable[[np.ndarray], None], file: str = st.SINGLE_FILE) -> Path:
     """A copy of a model or adapter with one tensor changed in place."""
     copy = shutil.copytree(source, source.with_name(source.name + "-changed"))
-    tensors = {key: np.array(array) for key, array in st.Tensors([copy / file]).items()}
-    change(tensors[name])
-    st.save(copy / file, tensors)
+    small.change_tensors(copy, lambda tensors: change(tensors[name]), file)
     return copy
 
 

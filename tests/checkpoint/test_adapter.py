@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
+import small
 from helpers import assert_trees_equal, fp32_policy, logits_of, randomized, with_norm_offsets
 from oracles import torch_qwen2
 
@@ -21,14 +22,7 @@ from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.types import Policy
 
-TOKENS = np.random.default_rng(0).integers(0, 64, (2, 9))
-
-
-@pytest.fixture(scope="module")
-def micro_dir(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("micro") / "m"
-    torch_qwen2.make(path, seed=0, scale=0.3)
-    return path
+TOKENS, FILE = np.random.default_rng(0).integers(0, 64, (2, 9)), "adapter_model.safetensors"
 
 
 def trained(directory: Path, lora: LoraConfig) -> Policy:
@@ -147,12 +141,12 @@ def test_every_key_that_peft_writes_for_a_plain_lora_is_known(exported):
 
 def test_norms_that_are_named_and_missing_are_refused(micro_dir, exported):
     path, lora = exported / "adapter_config.json", LoraConfig(2, target_modules=("q_proj", "v_proj"))
-    tensors = {name: np.array(value) for name, value in st.Tensors([exported / "adapter_model.safetensors"]).items()}
-    gone = next(name for name in tensors if name.endswith("input_layernorm.weight"))
-    st.save(exported / "adapter_model.safetensors", {name: tensors[name] for name in tensors if name != gone})
+    gone = next(name for name in st.Tensors([exported / FILE]) if name.endswith("input_layernorm.weight"))
+    small.change_tensors(exported, lambda tensors: tensors.pop(gone), FILE)
     with pytest.raises(CheckpointError, match=f"tensor '{re.escape(gone)}' is missing"):
         load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)
-    st.save(exported / "adapter_model.safetensors", {name: tensors[name] for name in tensors if "lora" in name})
+    others = [name for name in st.Tensors([exported / FILE]) if "lora" not in name]
+    small.change_tensors(exported, lambda tensors: [tensors.pop(name) for name in others], FILE)
     path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": None, "lora_dropout": 0.1}))
     policy = load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)
     assert policy.lora_config.dropout == 0.1  # which a run refuses
@@ -186,13 +180,6 @@ def test_adapters_that_are_no_plain_lora_are_refused(exported, changes, named):
         assert word in str(error.value)
 
 
-def _change_tensors(folder: Path, change) -> None:
-    path = folder / "adapter_model.safetensors"
-    tensors = {name: np.array(value) for name, value in st.Tensors([path]).items()}
-    change(tensors)
-    st.save(path, tensors)
-
-
 A = "base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"
 
 
@@ -206,7 +193,7 @@ A = "base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"
     ],
 )
 def test_broken_adapters_are_named(exported, micro_dir, change, named):
-    _change_tensors(exported, change)
+    small.change_tensors(exported, change, FILE)
     with pytest.raises(CheckpointError) as error:
         load_policy(micro_dir, dtype=jnp.float32, adapter=exported)
     for word in (str(exported / "adapter_model.safetensors"), *named):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import small
 from helpers import assert_trees_equal, fp32_policy
 from oracles import torch_qwen2
 from qerl_kernels.nvfp4_matmul.packing import unpack
@@ -38,12 +39,6 @@ def rewritten(source: Path, target: Path, change=lambda tensors: None) -> Path:
         if (source / name).exists():
             shutil.copyfile(source / name, target / name)
     return target
-
-
-def with_config(folder: Path, **changes) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -250,11 +245,13 @@ def test_tensors_that_are_known_and_unused(nvfp4_dir, tmp_path, names):
 
 
 def test_config_and_weights_that_contradict(nvfp4_dir, tiny_dir, tmp_path):
-    folder = with_config(rewritten(nvfp4_dir, tmp_path / "a"), quantization_config=None)
+    folder = rewritten(nvfp4_dir, tmp_path / "a")
+    small.change_json(folder / "config.json", quantization_config=None)
     with pytest.raises(CheckpointError, match=r"quantizes .*, but config\.json has no quantization_config"):
         fp32_policy(folder)
     section = json.loads((nvfp4_dir / "config.json").read_text())["quantization_config"]
-    folder = with_config(rewritten(tiny_dir, tmp_path / "b"), quantization_config=section)
+    folder = rewritten(tiny_dir, tmp_path / "b")
+    small.change_json(folder / "config.json", quantization_config=section)
     with pytest.raises(CheckpointError, match=r"is not quantized \(weight is bfloat16\), but config\.json says NVFP4"):
         fp32_policy(folder)
     for name in ("bf16", "nf4"):

@@ -17,17 +17,13 @@ from test_packing import mxfp4, random_weight
 from test_route import calls, here, matmul  # noqa: F401
 
 
-def adapters(k, widths, rank, dtype=jnp.float32):
-    keys = iter(jax.random.split(jax.random.key(3), 2 * len(widths)))
-    offsets = np.cumsum([0, *widths[:-1]])
+def draw_adapters(k, parts, dtype="float32"):
+    """One adapter for each (rank, first output feature, output features, scale)."""
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     return [
-        types.SimpleNamespace(
-            a=jax.random.normal(next(keys), (k, rank), dtype) / k**0.5,
-            b=jax.random.normal(next(keys), (rank, width), dtype),
-            scale=0.5,
-            offset=int(offset),
-        )
-        for width, offset in zip(widths, offsets, strict=True)
+        types.SimpleNamespace(a=normal(k, rank), b=normal(rank, width), scale=scale, offset=offset)
+        for rank, offset, width, scale in parts
     ]
 
 
@@ -44,7 +40,7 @@ def test_agrees_with_the_reference(weight):
 
 
 def test_batch_invariant_rows_do_not_depend_on_the_others():
-    loras, x = adapters(512, (96,), 8), jax.random.normal(jax.random.key(0), (64, 512))
+    loras, x = draw_adapters(512, [(8, 0, 96, 0.5)]), jax.random.normal(jax.random.key(0), (64, 512))
     more = {"loras": loras, "batch_invariant": True, "implementation": "xla"}
     product = jax.jit(functools.partial(nvfp4_matmul, weight=packing.pack(random_weight(96, 512, 0)), **more))
     np.testing.assert_array_equal(product(x)[:3], product(x[:3]))
@@ -59,7 +55,7 @@ def test_many_rows_are_multiplied_in_blocks():
     np.testing.assert_array_equal(by_rows(x, own), terms(x, own))
     assert "length=3\n" in str(jax.make_jaxpr(by_rows)(x, own))
     assert [api.rows_at_once(m, five) for m in (5, 6, 7, 12, 25, 26)] == [5, 3, 7, 4, 5, 26]
-    weight, loras = packing.pack(random_weight(96, 16, 1)), adapters(16, (64, 32), 8)
+    weight, loras = packing.pack(random_weight(96, 16, 1)), draw_adapters(16, [(8, 0, 64, 0.5), (8, 64, 32, 0.5)])
     product = functools.partial(nvfp4_matmul, weight=weight, loras=loras, implementation="xla")
     assert "length=2\n" in str(jax.make_jaxpr(product)(jax.ShapeDtypeStruct((1 << 20, 16), jnp.float32)))
     # of gate and up of 7B, 14B, 32B; qkv of 7B
@@ -87,8 +83,8 @@ def test_the_adapters_product_by_blocks_does_not_depend_on_the_other_rows():
 
 def test_x_a_of_another_shape_or_dtype_is_refused():
     weight, x = packing.pack(random_weight(96, 80, 1)), jnp.zeros((6, 80))
-    loras, lora_x = adapters(80, (64, 32), 8), jnp.zeros((6, 128))
-    high = adapters(80, (64,), 72)
+    loras, lora_x = draw_adapters(80, [(8, 0, 64, 0.5), (8, 64, 32, 0.5)]), jnp.zeros((6, 128))
+    high = draw_adapters(80, [(72, 0, 64, 0.5)])
     for wrong, parts, words in (
         (lora_x, loras[:1], r"\[6, 128\], 6 rows with adapters of ranks \[8\] need float32\[6, 64\]"),
         (lora_x[:1], loras, r"\[1, 128\], 6 rows with .* need float32\[6, 128\]"),  # XLA would spread it over the rows
@@ -100,16 +96,6 @@ def test_x_a_of_another_shape_or_dtype_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             nvfp4_matmul(x, weight, None, parts, implementation="xla", lora_x=wrong)
-
-
-def draw_adapters(k, parts, dtype):
-    """One adapter for each (rank, first output feature, output features, scale)."""
-    rng = np.random.default_rng(3)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    return [
-        types.SimpleNamespace(a=normal(k, rank), b=normal(rank, width), scale=scale, offset=offset)
-        for rank, offset, width, scale in parts
-    ]
 
 
 def exact_gradients(dy, x, weight, loras):
