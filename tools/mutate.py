@@ -51,12 +51,15 @@ def load(path: Path = BUGS, root: Path = ROOT) -> list[Bug]:
         count = (root / bug.file).read_text().count(bug.old) if (root / bug.file).exists() else 0
         if count != 1:
             wrong.append(f"{bug.breaks}: {bug.old!r} occurs {count} times in {bug.file}, not once")
-        wrong += [
-            f"{bug.breaks}: {test} does not exist" for test in bug.tests if not (root / test.split("::")[0]).exists()
-        ]
+        wrong += [f"{bug.breaks}: {test} does not exist" for test in bug.tests if not _exists(root, *test.split("::"))]
     if wrong:
         raise ValueError("\n".join(wrong))
     return bugs
+
+
+def _exists(root: Path, path: str, name: str = "") -> bool:
+    """Whether there is a file or directory, and in the file a test of this name."""
+    return (root / path).exists() and (not name or f"def {name}(" in (root / path).read_text())
 
 
 def copy_to(folder: Path) -> None:
