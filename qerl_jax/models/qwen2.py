@@ -246,10 +246,14 @@ class Qwen2(nnx.Module):
         """The (fused) projections of all layers, in the order of their use."""
         return (projection for layer in self.layers for projection in layer.projections())
 
+    @property
+    def head(self) -> Float[Array, "V D"]:
+        """The output embedding: the embedding itself where the head is tied."""
+        return (self.embed_tokens if self.lm_head is None else self.lm_head).get_value()
+
     def logits(self, hidden: Float[Array, "*B D"]) -> Float32[Array, "*B V"]:
-        """fp32 logits of hidden states, by the embedding where the head is tied."""
-        head = (self.embed_tokens if self.lm_head is None else self.lm_head).get_value()
-        return fp32_matmul(hidden, head.T)
+        """fp32 logits of hidden states."""
+        return fp32_matmul(hidden, self.head.T)
 
     def _decode_executor(self, batch: int, batch_invariant: bool) -> PlainExecutor:
         # Batch-invariant decode is always plain: a larger batch may not fit the fused kernels, and the plain operations

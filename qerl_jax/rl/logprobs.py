@@ -78,7 +78,14 @@ def token_logprobs(
 
     def logprobs(model: Qwen2, tokens: Array, mask: Array) -> Array:
         hidden, distribution = model(tokens, mask)[:, :-1], Sampling(1, temperature).distribution
-        return logprobs_and_entropy(model, hidden, tokens[:, 1:], distribution, chunk)[0]
+
+        @jax.checkpoint
+        def one(place: tuple[Array, Array]) -> Array:
+            logprobs, is_target = _logprobs(model.head, *(array[None] for array in place), distribution)
+            return jnp.sum(jnp.where(is_target, logprobs, 0))
+
+        places = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
+        return jax.lax.map(one, places, batch_size=chunk).reshape(hidden.shape[:2])
 
     return _with_model(logprobs, policy, tokens, attention_mask)
 
@@ -94,37 +101,6 @@ def _with_model(
 
     arguments = policy, jnp.asarray(tokens), mask
     return partition.on_devices(policy.config.tensor_parallel, run, *arguments, results=PartitionSpec())
-
-
-def logprobs_and_entropy(
-    model: Qwen2,
-    hidden: Float[Array, "B T D"],
-    targets: Int[Array, "B T"],
-    distribution: Distribution,
-    chunk: int = CHUNK,
-) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
-    """Log-probability of each target and entropy of each position, in nats, `chunk` tokens at a time.
-
-    Where `distribution` truncates, it is renormalized over the tokens that this model keeps and the target, which the
-    sampler kept: with equal logits that is the set sampled from.
-    """
-    batch, length, width = hidden.shape
-    count = batch * length
-    chunk = min(chunk, count)
-    padding = -count % chunk
-    flat = jnp.pad(hidden.reshape(count, width), ((0, padding), (0, 0))).reshape(-1, chunk, width)
-    wanted = jnp.pad(targets.reshape(count), (0, padding)).reshape(-1, chunk)
-
-    @jax.checkpoint
-    def one(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
-        states, tokens = inputs
-        scaled = logits_of_targets(model.logits(states), tokens, distribution)
-        normalizer = jax.nn.logsumexp(scaled, axis=-1)
-        chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
-        return chosen - normalizer, entropy_of(scaled - normalizer[:, None])
-
-    logprobs, entropy = jax.lax.map(one, (flat, wanted))
-    return logprobs.reshape(-1)[:count].reshape(batch, length), entropy.reshape(-1)[:count].reshape(batch, length)
 
 
 def _logprobs(
@@ -161,7 +137,9 @@ def logprobs_entropy_and_gradients(
       hidden: after the final norm; the first `count` rows are read.
       targets: token that follows each.
       count: rows that count; the results of the others are 0.
-      distribution: temperature and truncation, as in `logprobs_and_entropy`; the kept set has no gradient.
+      distribution: temperature and truncation; where it truncates, it is renormalized over the tokens that this model
+        keeps and the target, which the sampler kept: with equal logits that is the set sampled from. The kept set has
+        no gradient.
       chunk: tokens whose logits exist at one time.
       of: gradients to compute, of "logprobs" and "entropy".
     """

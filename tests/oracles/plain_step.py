@@ -12,9 +12,9 @@ import optax
 from jaxtyping import Array, Float32
 
 from qerl_jax.config import Config
+from qerl_jax.models.distribution import logits_of_targets
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.models.qwen2 import merge_model
-from qerl_jax.rl.logprobs import logprobs_and_entropy
 from qerl_jax.rl.loss import LossSettings, token_losses, token_weights
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.types import Batch, Policy, TrainState
@@ -106,9 +106,13 @@ def _loss(
         model = merge_model(Policy(frozen, norms, lora, state.model, None))
         hidden = model(rows["tokens"], rows["attention_mask"])
         before = jnp.take_along_axis(hidden, rows["columns"][:, :, None] - 1, axis=1)
-        return logprobs_and_entropy(
-            model, before, rows["targets"], config.sampling.distribution, config.logprob_chunk_size
-        )
+        targets, logits = rows["targets"].reshape(-1), model.logits(before)
+        scaled = logits_of_targets(logits.reshape(targets.size, -1), targets, config.sampling.distribution)
+        logprobs = jax.nn.log_softmax(scaled)
+        finite = jnp.where(jnp.isfinite(logprobs), logprobs, 0)
+        entropy = -jnp.sum(jnp.exp(finite) * finite, axis=-1)
+        chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)
+        return chosen.reshape(before.shape[:2]), entropy.reshape(before.shape[:2])
 
     logprobs, entropy = evaluate(params["lora"], params.get("norms", state.norms))
     reference = None

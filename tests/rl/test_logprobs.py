@@ -1,7 +1,5 @@
 """Chunked log-probabilities and entropy against the full softmax."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,22 +8,17 @@ import torch
 from helpers import fp32_policy, logits_of, logprobs_of, randomized
 from oracles import torch_qwen2
 
-from qerl_jax.rl import logprobs
-from qerl_jax.rl.logprobs import hidden_states, logprobs_entropy_and_gradients
+from qerl_jax.rl.logprobs import hidden_states, logprobs_entropy_and_gradients, token_logprobs
 from qerl_jax.types import Sampling
 
-logprobs_and_entropy = inspect.unwrap(logprobs.logprobs_and_entropy)  # whose annotation asks for a `Qwen2`
 B, T, D, V = 2, 7, 5, 23
 
 
-class Head:
-    """The one thing that `logprobs_and_entropy` asks of a model."""
-
-    def __init__(self, head):
-        self.head = head
-
-    def logits(self, hidden):
-        return product(hidden, self.head)
+def values(head, hidden, targets, sampling, chunk):
+    """Log-probability of each target and entropy, with the head as it multiplies from the right."""
+    arrays = head.T, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    *both, _ = logprobs_entropy_and_gradients(*arrays, jnp.int32(targets.size), sampling.distribution, chunk, ())
+    return [value.reshape(targets.shape) for value in both]
 
 
 def product(hidden, head):
@@ -53,28 +46,10 @@ def full(hidden, head, targets, temperature):
 def test_values_equal_the_full_softmax(case, chunk, temperature):
     hidden, head, targets = case
     sampling = Sampling(1, temperature=temperature)
-    logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, sampling.distribution, chunk)
+    logp, entropy = values(head, hidden, targets, sampling, chunk)
     expected, expected_entropy = full(hidden, head, targets, temperature)
     np.testing.assert_allclose(logp, expected, atol=1e-5)
     np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
-
-
-def test_gradients_equal_those_of_the_full_softmax(case):
-    hidden, head, targets = case
-    probes = jnp.asarray(np.random.default_rng(1).normal(size=(2, B, T)), jnp.float32)
-
-    def ours(hidden, head):
-        both = logprobs_and_entropy(Head(head), hidden, targets, Sampling(1, temperature=0.6).distribution, 3)
-        return sum(jnp.sum(probe * value) for probe, value in zip(probes, both, strict=True))
-
-    def plain(hidden, head):
-        logp = jax.nn.log_softmax(product(hidden, head) / 0.6)
-        entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
-        chosen = jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
-        return jnp.sum(probes[0] * chosen + probes[1] * entropy)
-
-    for got, want in zip(jax.grad(ours, (0, 1))(hidden, head), jax.grad(plain, (0, 1))(hidden, head), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1, temperature=0.6), Sampling(1, 0.8, top_k=5)], ids=["full", "k"])
@@ -107,40 +82,52 @@ def test_the_heads_gradients_equal_those_of_the_full_logits(case, sampling):
 
 def test_entropy_in_closed_form():
     hidden, targets = jnp.ones((1, 2, 1)), jnp.zeros((1, 2), int)
-    uniform = logprobs_and_entropy(Head(jnp.zeros((1, V))), hidden, targets, Sampling(1).distribution, 2)
+    uniform = values(jnp.zeros((1, V)), hidden, targets, Sampling(1), 2)
     np.testing.assert_allclose(uniform[1], np.log(V), rtol=1e-6)
     np.testing.assert_allclose(uniform[0], -np.log(V), rtol=1e-6)
-    certain = logprobs_and_entropy(
-        Head(jnp.full((1, V), -1e9).at[0, 0].set(0)), hidden, targets, Sampling(1).distribution, 2
-    )
+    certain = values(jnp.full((1, V), -1e9).at[0, 0].set(0), hidden, targets, Sampling(1), 2)
     np.testing.assert_allclose(certain[1], 0, atol=1e-6)
-    half = logprobs_and_entropy(
-        Head(jnp.full((1, V), -jnp.inf).at[0, :2].set(3.0)), hidden, targets, Sampling(1).distribution, 2
-    )
+    half = values(jnp.full((1, V), -jnp.inf).at[0, :2].set(3.0), hidden, targets, Sampling(1), 2)
     np.testing.assert_allclose(half[1], np.log(2), rtol=1e-6)
 
 
-def test_no_array_of_the_size_of_all_logits(case):
-    """The jaxpr of value and gradient holds nothing of B · T · V elements; chunks of 2 tokens do."""
+def shapes(jaxpr):
+    """Of all values that a program computes."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval.shape for v in equation.outvars if hasattr(v.aval, "shape"))
+        for value in equation.params.values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from shapes(inner)
+
+
+def rows_of_logits(function, argument, vocab):
+    return {
+        int(np.prod(shape[:-1])) for shape in shapes(jax.make_jaxpr(function)(argument).jaxpr) if shape[-1:] == (vocab,)
+    }
+
+
+def test_no_array_of_the_size_of_all_logits(case, stories_dir):
+    """Neither the head's pass nor value and gradient of `token_logprobs` hold the logits of all tokens; those of 2 at a
+    time they do.
+    """
     hidden, head, targets = case
+    flat, target = hidden.reshape(-1, D), targets.reshape(-1)
 
-    def loss(hidden):
-        return logprobs_and_entropy(Head(head), hidden, targets, Sampling(1).distribution, 2)[0].sum()
+    def of_head(flat):
+        distribution = Sampling(1).distribution
+        return logprobs_entropy_and_gradients(
+            head.T, flat, target, jnp.int32(B * T), distribution, 2, ("logprobs", "entropy")
+        )
 
-    sizes = set()
+    assert max(rows_of_logits(of_head, flat, V) - {D}) == 2
+    policy = fp32_policy(stories_dir)
 
-    def visit(jaxpr):
-        for equation in jaxpr.eqns:
-            sizes.update(v.aval.size for v in equation.outvars if hasattr(v.aval, "size"))
-            for value in equation.params.values():
-                for inner in value if isinstance(value, list | tuple) else [value]:
-                    if hasattr(inner, "jaxpr"):
-                        visit(inner.jaxpr)
-                    elif hasattr(inner, "eqns"):
-                        visit(inner)
+    def loss(lora):
+        return token_logprobs(policy.replace(lora=lora), np.ones((3, 9), np.int32), chunk=2).sum()
 
-    visit(jax.make_jaxpr(jax.value_and_grad(loss))(hidden).jaxpr)
-    assert 2 * V in sizes and max(sizes) < B * T * V
+    width = policy.config.hidden_size
+    assert max(rows_of_logits(jax.value_and_grad(loss), policy.lora, policy.config.vocab_size) - {width}) == 2
 
 
 @pytest.mark.parametrize(
@@ -151,7 +138,7 @@ def test_no_array_of_the_size_of_all_logits(case):
 def test_truncated_distributions_are_renormalized_over_the_kept_set_and_the_target(case, sampling):
     """Slow set arithmetic; the target is in the set whatever this model thinks of it: the sampler had kept it."""
     hidden, head, targets = case
-    logp, entropy = logprobs_and_entropy(Head(head), hidden, targets, sampling.distribution, 3)
+    logp, entropy = values(head, hidden, targets, sampling, 3)
     logits = np.asarray(product(hidden, head), np.float64) / sampling.temperature
     outside = 0
     for b in range(B):
