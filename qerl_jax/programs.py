@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -317,24 +317,6 @@ class Ahead:
             gc.collect()
             gc.freeze()
             self._has_frozen = True
-
-
-def compile_calls(function: Callable, *args: Any, threads: int | None = None) -> int:
-    """Compile the programs that `function(*args)` calls, before it is called. Returns their number. Raises what the
-    compiler raises.
-
-    Args:
-      function: as for `record`.
-      threads: as in `Ahead`.
-    """
-    ahead = Ahead(threads)
-    try:
-        begun = ahead.begin(function, *args)
-        for compiling in as_completed(begun):
-            compiling.result()
-    finally:
-        ahead.cancel()  # Ctrl-C does not wait for a compiler
-    return len(begun)
 
 
 @contextlib.contextmanager

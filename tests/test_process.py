@@ -130,7 +130,9 @@ def body():
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=interrupt).start()
-    programs.compile_calls(lambda x: [f(x) for f in several], jnp.ones((8, 8)), threads=2)
+    with programs.Ahead(2) as ahead:
+        for compiling in ahead.begin(lambda x: [f(x) for f in several], jnp.ones((8, 8))):
+            compiling.result()
     print("compiled")
 command.end(lambda: command.run(body, lambda: "interrupted; as it was"))
 """

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import small
 from command_lines import training
+from helpers import compile_calls
 from qerl_kernels.kernel_programs import KERNEL_PROGRAM_NAME, TARGET, kernel_programs
 
 from qerl_jax import aqn, keys, programs
 from qerl_jax.compilation import CompilationCounter, committed
 from qerl_jax.config import Config
 from qerl_jax.parallel import ALONE, Replicas
-from qerl_jax.programs import Ahead, Recorded, compile_calls, program, record
+from qerl_jax.programs import Ahead, Recorded, program, record
 from qerl_jax.rl.advantages import group_advantages, make_batch
 from qerl_jax.rl.plan import make_update_plan
 from qerl_jax.rl.state import init_state
@@ -308,7 +309,7 @@ def test_an_error_is_left_to_the_call():
         assert fails_first(np.ones(3)).tolist() == [2, 2, 2]
     assert said[1:] == ["not all programs were compiled ahead of their calls: ValueError: not ahead"]
     with pytest.raises(TypeError, match="float"):
-        compile_calls(lambda x: fails_first(float(x)), jax.ShapeDtypeStruct((), jnp.float32))
+        record(lambda x: fails_first(float(x)), jax.ShapeDtypeStruct((), jnp.float32))
 
 
 @pytest.mark.parametrize("collects", [False, True])
@@ -324,10 +325,11 @@ def test_no_garbage_is_collected_and_threads_switch_often_while_programs_are_low
     was = gc.isenabled()
     (gc.enable if collects else gc.disable)()
     try:
-        compile_calls(traced, jax.ShapeDtypeStruct((2,), jnp.float32))
-        assert (gc.isenabled(), sys.getswitchinterval()) == (collects, interval)
-        with pytest.raises(TypeError, match="len"):
-            compile_calls(traced, jax.ShapeDtypeStruct((), jnp.float32))
+        with Ahead(1) as ahead:
+            ahead.begin(traced, jax.ShapeDtypeStruct((2,), jnp.float32))
+            assert (gc.isenabled(), sys.getswitchinterval()) == (collects, interval)
+            with pytest.raises(TypeError, match="len"):
+                ahead.begin(traced, jax.ShapeDtypeStruct((), jnp.float32))
         assert (gc.isenabled(), sys.getswitchinterval()) == (collects, interval)
         assert seen == [(False, True)] * 2
     finally:
@@ -499,5 +501,7 @@ def test_what_a_future_jax_writes_is_left_out():
 def test_what_the_compiler_refuses_is_raised():
     """Before the function is called, and not only where it calls the program."""
     refused = program(lambda x: x + 1, compiler_options={"xla_is_no_option": "1"})
-    with pytest.raises(Exception, match="xla_is_no_option"):
-        compile_calls(lambda: refused(jnp.ones(2)))
+    with Ahead(1) as ahead:
+        [compiling] = ahead.begin(lambda: refused(jnp.ones(2)))
+        with pytest.raises(Exception, match="xla_is_no_option"):
+            compiling.result()

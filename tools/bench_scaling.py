@@ -33,6 +33,7 @@ from bench_step import draw
 from make_checkpoint import SIZES
 from random_policy import random_policy
 from record import add_commit, write_rows
+from timing import compile_calls
 
 from qerl_jax import (
     Config,
@@ -48,7 +49,6 @@ from qerl_jax import (
 )
 from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.parallel import Replicas
-from qerl_jax.programs import compile_calls
 from qerl_jax.rl.experience import Experience, gather_experience
 from qerl_jax.rl.metrics import empty_sums
 from qerl_jax.rl.optimizer import apply_gradients, parts_of, zeros_like

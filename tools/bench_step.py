@@ -39,7 +39,7 @@ from make_checkpoint import SIZES
 from qerl_kernels.kernel_times import profiled
 from random_policy import random_policy
 from record import add_commit, write_rows
-from timing import COPIES, gaps, peak_bytes, timed
+from timing import COPIES, compile_calls, gaps, peak_bytes, timed
 
 from qerl_jax import (
     Config,
@@ -61,7 +61,7 @@ from qerl_jax import (
 from qerl_jax.compilation import committed
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.partition import bytes_on_device
-from qerl_jax.programs import compile_calls, shapes_of
+from qerl_jax.programs import shapes_of
 from qerl_jax.rl.plan import UpdatePlan, recomputation
 from qerl_jax.rl.step import assigned
 from qerl_jax.rollout.engine import rehearse

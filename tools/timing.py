@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from qerl_kernels.kernel_times import Kernel
 
+from qerl_jax.programs import Ahead
+
 COPIES = ("MemcpyH2D", "MemcpyD2H")
 """The profiler's names of copies to and from the host."""
 
@@ -35,6 +37,20 @@ def timed_warm(function: Callable[[int], Any], repeats: int) -> tuple[Any, float
         result = jax.block_until_ready(function(i))
         seconds.append(time.perf_counter() - start)
     return result, statistics.median(seconds)
+
+
+def compile_calls(function: Callable, *args: Any) -> int:
+    """Compile the programs that `function(*args)` calls, as `programs.record` finds them, side by side. Returns their
+    number. Raises what the compiler raises.
+    """
+    ahead = Ahead()
+    try:
+        begun = ahead.begin(function, *args)
+        for compiling in begun:
+            compiling.result()
+    finally:
+        ahead.cancel()
+    return len(begun)
 
 
 class Gap(NamedTuple):

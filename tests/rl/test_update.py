@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_trees_equal, fp32_policy, logprobs_of, randomized, with_norm_offsets
+from helpers import assert_trees_equal, compile_calls, fp32_policy, logprobs_of, randomized, with_norm_offsets
 from oracles.plain_step import plain_grpo_step
 from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
 
@@ -18,7 +18,7 @@ from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.models.linear import XlaMatmuls
 from qerl_jax.models.lora import without_adapter
-from qerl_jax.programs import calling, compile_calls, record, shapes_of
+from qerl_jax.programs import calling, record, shapes_of
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.head import inputs_of
 from qerl_jax.rl.micro_batches import PackShape, assign

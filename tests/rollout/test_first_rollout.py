@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fp32_policy
+from helpers import compile_calls, fp32_policy
 
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
@@ -14,7 +14,7 @@ from qerl_jax.lowered import LoweredPrograms
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.fused_decode import FusedDecodeExecutor
 from qerl_jax.models.qwen2 import DecoderLayer
-from qerl_jax.programs import Ahead, compile_calls, record, shapes_of
+from qerl_jax.programs import Ahead, record, shapes_of
 from qerl_jax.rl.advantages import make_batch
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout import decode
