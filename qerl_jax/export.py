@@ -36,11 +36,11 @@ from qerl_jax.checkpoint.of_run import (
     loaded_format,
     write_trained_adapter,
 )
-from qerl_jax.checkpoint.policy_tensors import DenseTensors, Replaced
+from qerl_jax.checkpoint.policy_tensors import dense_tensors, replaced
 from qerl_jax.checkpoint.quantize import write_quantized
 from qerl_jax.checkpoint.reader import WeightReader
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR
-from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_checkpoint
+from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors, open_checkpoint
 from qerl_jax.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer, refuse_other_tokenizer
 from qerl_jax.checkpoint.write import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
 from qerl_jax.config import Config, ConfigError, flags
@@ -49,7 +49,6 @@ from qerl_jax.data.presets import PRESETS
 from qerl_jax.data.problems import BUNDLED, check_dataset, own_system_prompt
 from qerl_jax.data.prompts import asks_for_answer
 from qerl_jax.messages import IN_MEMORY, shown
-from qerl_jax.models.config import tensors_of
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.reporting.console import say
 
@@ -148,9 +147,9 @@ def _system_message(source: Source) -> str:
 def _write_merged(source: Source, reader: AdapterReader, directory: Path, progress: Progress) -> None:
     """The base with the adapter merged into it, in bf16."""
 
-    def merged(dtype: DTypeLike) -> TensorSource:
-        dense = DenseTensors(source.base, source.weight_format, reader, dtype)
-        return Replaced(dense, reader.norm_tensors(), dtype)
+    def merged(dtype: DTypeLike) -> Tensors:
+        dense = dense_tensors(source.base, source.weight_format, reader, dtype)
+        return replaced(dense, reader.norm_tensors(), dtype)
 
     _write_model(source.base, directory, merged(ml_dtypes.bfloat16), progress)
     check_written(open_checkpoint(directory), merged(np.float32), progress)
@@ -194,10 +193,10 @@ def _write_vllm(source: Source, reader: AdapterReader, directory: Path, final: P
 def _write_base(source: Source, norms: Mapping[str, np.ndarray], directory: Path, progress: Progress) -> None:
     """The base as the policy has it: quantized if it was while loading, with the adapter's norms in fp32."""
     if source.quantizes and source.weight_format != "nvfp4":  # other formats: their values, in bf16
-        tensors = Replaced(DenseTensors(source.base, source.weight_format), norms)
+        tensors = replaced(dense_tensors(source.base, source.weight_format), norms)
         _write_model(source.base, directory, tensors, progress)
     else:
-        tensors = Replaced(open_checkpoint(source.base), norms)
+        tensors = replaced(open_checkpoint(source.base), norms)
         config = hf_config.read_json(source.base / "config.json")
         if source.quantizes:
 
@@ -224,7 +223,7 @@ def _check_quantized(source: Source, directory: Path, progress: Progress) -> Non
 
     written, wanted, layers = reader(directory), reader(source.base), source.model.num_layers
     for layer in range(layers):
-        for spec in (spec for spec in tensors_of(source.model) if spec.kind == "projection"):
+        for spec in source.model.projections():
             found, own = (jax.tree.leaves(of.read(spec, layer)) for of in (written, wanted))
             if any(one.tobytes() != other.tobytes() for one, other in zip(found, own, strict=True)):
                 raise CheckpointError(_UNSOUND.format(spec.modules(layer)[0]))
@@ -234,7 +233,7 @@ def _check_quantized(source: Source, directory: Path, progress: Progress) -> Non
 def _write_model(
     base: Path,
     directory: Path,
-    tensors: TensorSource,
+    tensors: Tensors,
     progress: Progress,
     config: dict[str, Any] | None = None,
     leave_out: Container[str] = (_CARD, *_QUANTIZATION_FILES),

@@ -27,7 +27,7 @@ from qerl_jax.atomic import check_file_writable, one_line, write_text
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.config import ConfigError, flags
-from qerl_jax.models.config import FUSED_PROJECTIONS, ModelConfig
+from qerl_jax.models.config import ModelConfig
 from qerl_jax.run.devices import use_device_memory
 
 ROWS = {"warp": (8, 16, 32), "wgmma": (8, 16, 32, 64, 96, 128)}
@@ -52,13 +52,12 @@ class _Arguments:
 
 def gemms_of(config: ModelConfig) -> list[Gemm]:
     """The GEMMs of a decoder layer. Raises ConfigError where the features are no multiples of 64."""
-    shapes, found = config.projection_shapes(), []
-    for name, prologue in _BEFORE.items():
-        parts = tuple(shapes[part][0] for part in FUSED_PROJECTIONS.get(name, (name,)))
-        k = shapes[FUSED_PROJECTIONS.get(name, (name,))[0]][1]
-        if sum(parts) % TILE or k % TILE:
-            raise ConfigError(f"{name} is {sum(parts)} x {k}: features that are no multiples of {TILE} are not timed")
-        found.append(Gemm(name, sum(parts), k, parts, prologue))
+    found = []
+    for spec in config.projections():
+        name, (n, k) = spec.path[1], spec.shape
+        if n % TILE or k % TILE:
+            raise ConfigError(f"{name} is {n} x {k}: features that are no multiples of {TILE} are not timed")
+        found.append(Gemm(name, n, k, tuple(spec.part_rows().values()), _BEFORE[name]))
     return found
 
 

@@ -105,6 +105,6 @@ def change_json(path: Path, **changes: object) -> None:
 
 def change_tensors(directory: Path, change: object, file: str = st.SINGLE_FILE) -> None:
     """Rewrite the single file of a model, or another, after `change(dict of arrays)`."""
-    tensors = {name: np.array(array) for name, array in st.Tensors([directory / file]).items()}
+    tensors = {name: np.array(array) for name, array in st.open_files([directory / file]).items()}
     change(tensors)
     st.save(directory / file, tensors)

@@ -232,7 +232,7 @@ def test_weights_are_replaced_only_where_they_are_rounded(tmp_path):
         model[1].weight[3, 4] *= 1.01
     kept = model[1].weight.detach().clone()
     st.save(tmp_path / "exact.safetensors", {f"{i}.weight": exact[i] for i in range(2)})
-    torch_reference._fill(model, st.Tensors([tmp_path / "exact.safetensors"]), where_close=True)
+    torch_reference._fill(model, st.open_files([tmp_path / "exact.safetensors"]), where_close=True)
     np.testing.assert_array_equal(model[0].weight.detach(), exact[0])
     np.testing.assert_array_equal(model[1].weight.detach(), kept)
 

@@ -15,9 +15,9 @@ from qerl_jax import LoraConfig, load_policy, quantize
 from qerl_jax.checkpoint import hf_config
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.of_run import loaded_format
-from qerl_jax.checkpoint.policy_tensors import DenseTensors
+from qerl_jax.checkpoint.policy_tensors import dense_tensors
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
-from qerl_jax.checkpoint.safetensors import DTYPES, CheckpointError, Tensors, open_checkpoint, save
+from qerl_jax.checkpoint.safetensors import DTYPES, CheckpointError, open_checkpoint, open_files, save
 
 DATA = Path(__file__).parent / "data"
 SOURCE = DATA / "tiny-random-qwen2-hf"
@@ -42,7 +42,7 @@ def test_bytes_equal_llm_compressor(model, quantized, tmp_path):
     copied = {name: array for name, array in open_checkpoint(source).items() if "_proj.weight" not in name}
     assert set(ours) == {*expected, *copied}
     for name, array in copied.items():
-        assert ours.spec(name)[0] == array.dtype, name
+        assert ours.entries[name].dtype == array.dtype, name
         np.testing.assert_array_equal(ours[name].view(np.uint8), array.view(np.uint8), err_msg=name)
 
 
@@ -51,10 +51,10 @@ def test_bytes_equal_llm_compressor_where_rounding_decides(dtype, tmp_path):
     """Ties, blocks of zeros, of -0 and of values below any block scale, and a weight too small for a global scale."""
     quantize_checkpoint(llm_compressor.stress_checkpoint(tmp_path / "source", dtype), tmp_path / "nvfp4")
     ours = open_checkpoint(tmp_path / "nvfp4")
-    theirs = Tensors([llm_compressor.GOLDEN / f"stress-{dtype}.safetensors"])
+    theirs = open_files([llm_compressor.GOLDEN / f"stress-{dtype}.safetensors"])
     assert {name for name in ours if "_proj.weight" in name} == set(theirs)
     for name in theirs:
-        assert ours.spec(name) == theirs.spec(name), name
+        assert ours.entries[name][1:3] == theirs.entries[name][1:3], name
         np.testing.assert_array_equal(ours[name].view(np.uint8), theirs[name].view(np.uint8), err_msg=name)
 
 
@@ -84,7 +84,7 @@ def test_refusals_leave_nothing_behind(quantized, tmp_path, capsys):
     for file in SOURCE.glob("*.json"):
         (broken / file.name).write_bytes(file.read_bytes())
     for file in SOURCE.glob("*.safetensors"):
-        tensors = {name: np.array(array) for name, array in Tensors([file]).items()}
+        tensors = {name: np.array(array) for name, array in open_files([file]).items()}
         if "model.layers.1.mlp.down_proj.weight" in tensors:
             tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = np.nan
         save(broken / file.name, tensors)
@@ -158,10 +158,10 @@ def test_mxfp4_is_written_as_compressed_tensors_stores_it(mxfp4_dir):
     weights = {name.removesuffix(".weight") for name in source if name.endswith("_proj.weight")}
     expected = {f"{module}.{suffix}" for module in weights for suffix in ("weight_packed", "weight_scale")}
     assert set(ours) == expected | {name for name in source if not name.endswith("_proj.weight")}
-    goldens = Tensors([mxfp4_goldens.GOLDEN])
+    goldens = open_files([mxfp4_goldens.GOLDEN])
     for module in sorted(weights)[:4]:
         for suffix in ("weight_packed", "weight_scale"):
-            assert ours.spec(f"{module}.{suffix}")[0] == goldens.spec(f"bfloat16.{suffix}")[0]
+            assert ours.entries[f"{module}.{suffix}"].dtype == goldens.entries[f"bfloat16.{suffix}"].dtype
         codes, exponents = numpy_formats.quantize_mxfp4(np.asarray(source[f"{module}.weight"]))
         np.testing.assert_array_equal(numpy_formats.nibbles(ours[f"{module}.weight_packed"]), codes)
         np.testing.assert_array_equal(ours[f"{module}.weight_scale"], exponents)
@@ -176,8 +176,8 @@ def test_a_stored_mxfp4_model_is_the_one_quantized_while_loading(mxfp4_dir, tmp_
     loaded = fp32_policy(SOURCE, weight_format="mxfp4")
     for weight_format in (None, "mxfp4"):
         assert_trees_equal(fp32_policy(mxfp4_dir, weight_format=weight_format).frozen, loaded.frozen)
-    dense = DenseTensors(mxfp4_dir, dtype=np.float32)
-    for name, values in DenseTensors(SOURCE, "mxfp4", dtype=np.float32).items():
+    dense = dense_tensors(mxfp4_dir, dtype=np.float32)
+    for name, values in dense_tensors(SOURCE, "mxfp4", dtype=np.float32).items():
         np.testing.assert_array_equal(dense[name], values, err_msg=name)
     tensors = {name: np.array(array) for name, array in open_checkpoint(mxfp4_dir).items()}
     shutil.copytree(mxfp4_dir, tmp_path / "e8m0", ignore=shutil.ignore_patterns("*.safetensors*"))

@@ -14,8 +14,8 @@ from qerl_jax import load_policy, quantize
 from qerl_jax.checkpoint import layout_nf4
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.layout_nf4 import NF4
-from qerl_jax.checkpoint.policy_tensors import DenseTensors
-from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors, open_checkpoint
+from qerl_jax.checkpoint.policy_tensors import dense_tensors
+from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors, open_checkpoint, open_files
 from qerl_jax.config import Config
 from qerl_jax.models.formats import Nf4, nf4
 from qerl_jax.partition import bytes_on_device
@@ -73,7 +73,7 @@ def read(tensors: Tensors, module: str) -> Nf4:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_quantized_bytes_equal_bitsandbytes_where_rounding_decides(dtype):
     """Codes and absmax of weights on, and one ulp beside, the boundaries between codes; of zeros and tiny values."""
-    goldens, weight = Tensors([nf4_goldens.GOLDEN / "stress.safetensors"]), nf4_goldens.weights()[dtype]
+    goldens, weight = open_files([nf4_goldens.GOLDEN / "stress.safetensors"]), nf4_goldens.weights()[dtype]
     ours = nf4.quantize(weight)
     np.testing.assert_array_equal(ours.codes.reshape(-1, 1), goldens[f"{dtype}.plain.weight"])
     np.testing.assert_array_equal(ours.absmax.reshape(-1), goldens[f"{dtype}.plain.weight.absmax"])
@@ -93,7 +93,7 @@ def test_a_checkpoint_has_the_bytes_that_transformers_saves(plain):
     theirs, module = open_checkpoint(DOUBLE), f"{Q}."
     for name in ours:
         if name.startswith(module) and not name.endswith((".absmax", ".bias")):  # 8 bits where double-quantized
-            assert ours.spec(name)[0] == theirs.spec(name)[0], name
+            assert ours.entries[name].dtype == theirs.entries[name].dtype, name
     config = json.loads((plain / "config.json").read_text())
     assert config["quantization_config"] == GOLDEN["quantization_config"]
     assert config == {**json.loads((model_path("tiny") / "config.json").read_text()), **config}
@@ -104,8 +104,8 @@ def test_a_stored_model_is_the_one_quantized_while_loading(plain):
     loaded = fp32_policy(model_path("tiny"), weight_format="nf4")
     for weight_format in (None, "nf4"):
         assert_trees_equal(fp32_policy(plain, weight_format=weight_format).frozen, loaded.frozen)
-    dense = DenseTensors(plain, dtype=np.float32)
-    expected = dict(DenseTensors(model_path("tiny"), "nf4", dtype=np.float32))
+    dense = dense_tensors(plain, dtype=np.float32)
+    expected = dict(dense_tensors(model_path("tiny"), "nf4", dtype=np.float32))
     assert set(dense) == set(expected)
     for name, values in expected.items():
         np.testing.assert_array_equal(dense[name], values, err_msg=name)
@@ -197,7 +197,7 @@ def test_tensors_that_are_not_nf4_are_refused(copied, plain, source, change, sai
     assert str(folder / "model.safetensors") in str(error.value)
     if change in (fp4, unquantized):
         with pytest.raises(CheckpointError) as again:
-            DenseTensors(folder)
+            dense_tensors(folder)
         assert str(again.value) == str(error.value)
 
 

@@ -57,7 +57,7 @@ class AdapterReader:
             raise FileNotFoundError(
                 f"{self.path} does not exist: an adapter directory holds {CONFIG_FILE} and {WEIGHTS_FILE}"
             )
-        self._tensors = safetensors.Tensors([self.path])
+        self._tensors = safetensors.open_files([self.path])
         named = read_json(directory / CONFIG_FILE).get("modules_to_save") or []
         self._norms = {
             (layer, name): key

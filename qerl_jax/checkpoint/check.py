@@ -6,11 +6,11 @@ from collections.abc import Container, Sequence
 
 from qerl_jax.checkpoint import names
 from qerl_jax.checkpoint.layouts import LAYOUTS, Expected, Layout, Quantization
-from qerl_jax.checkpoint.safetensors import FLOATS, CheckpointError, TensorSource
+from qerl_jax.checkpoint.safetensors import FLOATS, CheckpointError, Tensors
 from qerl_jax.models.config import ModelConfig, tensors_of
 
 
-def check_names(tensors: TensorSource, config: ModelConfig, quantization: Quantization | None) -> None:
+def check_names(tensors: Tensors, config: ModelConfig, quantization: Quantization | None) -> None:
     """Raise CheckpointError, naming file, key and both values, for a tensor that is missing, misshapen, of another
     dtype or unknown, and for projections that are fused here (q, k and v, gate and up) and not all quantized.
 
@@ -38,13 +38,14 @@ def check_names(tensors: TensorSource, config: ModelConfig, quantization: Quanti
     check_tensors(tensors, expected, optional)
 
 
-def check_tensors(tensors: TensorSource, expected: Expected, optional: Container[str] = ()) -> None:
+def check_tensors(tensors: Tensors, expected: Expected, optional: Container[str] = ()) -> None:
     """Raise CheckpointError, naming file, key and both values, for a tensor that is missing, misshapen, of another
     dtype, or neither expected nor optional.
     """
     for name, (shape, dtypes) in expected.items():
-        tensors.require(name)
-        dtype, found = tensors.spec(name)
+        if name not in tensors:
+            raise CheckpointError(f"{tensors.where}: tensor {name!r} is missing from the checkpoint")
+        _, dtype, found, _ = tensors.entries[name]
         where = f"{tensors.file_of(name)}: {name!r}"
         if found != shape:
             raise CheckpointError(f"{where} has shape {list(found)}, the config asks for {list(shape)}")
@@ -59,7 +60,7 @@ def check_tensors(tensors: TensorSource, expected: Expected, optional: Container
         )
 
 
-def _refuse_input_scales(tensors: TensorSource) -> None:
+def _refuse_input_scales(tensors: Tensors) -> None:
     """Refuse ModelOpt's AWQ where it left channel scales to be multiplied with the inputs of projections."""
     found = sorted(name for name in tensors if name.endswith(".pre_quant_scale"))
     if found:
@@ -70,18 +71,18 @@ def _refuse_input_scales(tensors: TensorSource) -> None:
         )
 
 
-def _refuse_half_fused(tensors: TensorSource, modules: Sequence[str], quantization: Quantization) -> None:
+def _refuse_half_fused(tensors: Tensors, modules: Sequence[str], quantization: Quantization) -> None:
     """Refuse parts of a fused projection only some of which are quantized."""
     dense = [module for module in modules if quantization.layout_of(module) is None]
     if dense and len(dense) < len(modules):
         others = [module for module in modules if module not in dense]
         raise CheckpointError(
-            f"{tensors.where()}: {dense[0]!r} is not quantized and {others[0]!r} is; they are one matrix here, so that "
+            f"{tensors.where}: {dense[0]!r} is not quantized and {others[0]!r} is; they are one matrix here, so that "
             "either all or none of the projections of the same inputs are quantized"
         )
 
 
-def _refuse_other_form(tensors: TensorSource, module: str, layout: Layout | None, others_are: bool) -> None:
+def _refuse_other_form(tensors: Tensors, module: str, layout: Layout | None, others_are: bool) -> None:
     """Refuse a projection that is quantized where config.json says it is not, or the other way round. `others_are`:
     whether it has a quantization_config.
     """
@@ -96,8 +97,8 @@ def _refuse_other_form(tensors: TensorSource, module: str, layout: Layout | None
         return
     codes = f"{module}.{layout.codes}"
     stored = codes if codes in tensors else plain
-    if stored in tensors and tensors.spec(stored)[0].name in FLOATS:
+    if stored in tensors and tensors.entries[stored].dtype.name in FLOATS:
         raise CheckpointError(
             f"{tensors.file_of(stored)}: {module!r} is not quantized ({stored.rpartition('.')[2]} is "
-            f"{tensors.spec(stored)[0].name}), but config.json says {layout.weight_format.upper()}"
+            f"{tensors.entries[stored].dtype.name}), but config.json says {layout.weight_format.upper()}"
         )

@@ -10,7 +10,7 @@ import numpy as np
 from qerl_kernels.formats import MXFP4_BLOCK, Mxfp4
 
 from qerl_jax.checkpoint.layout_nvfp4 import describes_compressed
-from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource
+from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors
 
 _E8M0_NAN = 0xFF
 
@@ -55,14 +55,14 @@ class _Mxfp4Layout:
     def describes(self, section: Mapping[str, Any], where: str) -> bool:
         return describes_compressed(section, where, "mxfp4-pack-quantized", MXFP4_BLOCK)
 
-    def expected(self, tensors: TensorSource, module: str, shape: tuple[int, int]) -> dict:
+    def expected(self, tensors: Tensors, module: str, shape: tuple[int, int]) -> dict:
         n, k = shape
         return {
             f"{module}.{self.codes}": ((n, k // 2), ("uint8",)),
             f"{module}.{self.scales}": ((n, k // MXFP4_BLOCK), ("uint8", "float8_e8m0fnu")),
         }
 
-    def read(self, tensors: TensorSource, module: str, shape: tuple[int, int]) -> Mxfp4:
+    def read(self, tensors: Tensors, module: str, shape: tuple[int, int]) -> Mxfp4:
         name = f"{module}.{self.scales}"
         exponents = tensors[name].view(np.uint8)
         if exponents.max() == _E8M0_NAN:

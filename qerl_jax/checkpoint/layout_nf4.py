@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource
+from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors
 from qerl_jax.messages import shown
 from qerl_jax.models.formats.nf4 import NF4_BLOCK, NF4_VALUES, Nf4
 
@@ -60,7 +60,7 @@ class _Nf4Layout:
                 raise CheckpointError(f"{where}: quantization_config has {key} {shown(value)}, NF4 has {expected!r}")
         return True
 
-    def expected(self, tensors: TensorSource, module: str, shape: tuple[int, int]) -> dict:
+    def expected(self, tensors: Tensors, module: str, shape: tuple[int, int]) -> dict:
         """The text may have any length. The double quantization is the stored one: transformers does not look at
         `bnb_4bit_use_double_quant` either. Raises CheckpointError for FP4, and for blocks that cross rows.
         """
@@ -70,21 +70,21 @@ class _Nf4Layout:
             raise CheckpointError(f"{tensors.file_of(fp4)}: {fp4!r}: {module!r} is stored as 'fp4', supported is 'nf4'")
         if k % NF4_BLOCK:
             raise CheckpointError(
-                f"{tensors.where()}: {module!r} has {k} input features, but NF4 needs whole blocks of {NF4_BLOCK}"
+                f"{tensors.where}: {module!r} has {k} input features, but NF4 needs whole blocks of {NF4_BLOCK}"
             )
         blocks, nested = n * k // NF4_BLOCK, f"{module}.{_NESTED_ABSMAX}" in tensors
         found = {
             WEIGHT: ((n * k // 2, 1), ("uint8",)),
             ABSMAX: ((blocks,), ("uint8" if nested else "float32",)),
             QUANT_MAP: ((len(NF4_VALUES),), ("float32",)),
-            STATE: (tensors.spec(state)[1] if state in tensors else (0,), ("uint8",)),
+            STATE: (tensors.entries[state].shape if state in tensors else (0,), ("uint8",)),
         }
         if nested:
             found[_NESTED_ABSMAX] = (-(-blocks // _NESTED_BLOCK),), ("float32",)
             found[_NESTED_MAP] = (256,), ("float32",)
         return {f"{module}.{suffix}": value for suffix, value in found.items()}
 
-    def read(self, tensors: TensorSource, module: str, shape: tuple[int, int]) -> Nf4:
+    def read(self, tensors: Tensors, module: str, shape: tuple[int, int]) -> Nf4:
         (n, k), nested = shape, f"{module}.{_NESTED_ABSMAX}" in tensors
         state = _parse_state(tensors[f"{module}.{STATE}"], shape, nested, _where(tensors, module, STATE))
         table, expected = tensors[f"{module}.{QUANT_MAP}"], np.asarray(NF4_VALUES, np.float32)
@@ -133,7 +133,7 @@ class _Nf4Layout:
 NF4 = _Nf4Layout()
 
 
-def _nested_absmax(tensors: TensorSource, module: str, codes: np.ndarray, offset: float) -> np.ndarray:
+def _nested_absmax(tensors: Tensors, module: str, codes: np.ndarray, offset: float) -> np.ndarray:
     """The fp32 absmax that bitsandbytes computes from a double-quantized one."""
     table = tensors[f"{module}.{_NESTED_MAP}"]
     scales = np.repeat(tensors[f"{module}.{_NESTED_ABSMAX}"], _NESTED_BLOCK)[: len(codes)]
@@ -141,7 +141,7 @@ def _nested_absmax(tensors: TensorSource, module: str, codes: np.ndarray, offset
         return table[codes] * scales + np.float32(offset)
 
 
-def _where(tensors: TensorSource, module: str, suffix: str) -> str:
+def _where(tensors: Tensors, module: str, suffix: str) -> str:
     name = f"{module}.{suffix}"
     return f"{tensors.file_of(name)}: {name!r}"
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from qerl_kernels.formats import NVFP4_BLOCK, Nvfp4
 
-from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource
+from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors
 from qerl_jax.messages import shown
 from qerl_jax.models.formats import nvfp4
 
@@ -92,7 +92,7 @@ class _Nvfp4Layout:
     def describes(self, section: Mapping[str, Any], where: str) -> bool:
         return describes_compressed(section, where, "nvfp4-pack-quantized", NVFP4_BLOCK)
 
-    def expected(self, tensors: TensorSource, module: str, shape: tuple[int, int]) -> dict:
+    def expected(self, tensors: Tensors, module: str, shape: tuple[int, int]) -> dict:
         n, k = shape
         return {
             f"{module}.{self.codes}": ((n, k // 2), ("uint8",)),
@@ -100,7 +100,7 @@ class _Nvfp4Layout:
             f"{module}.{self.global_scale}": ((1,) if self.divides else (), ("float32",)),
         }
 
-    def read(self, tensors: TensorSource, module: str, shape: tuple[int, int]) -> Nvfp4:
+    def read(self, tensors: Tensors, module: str, shape: tuple[int, int]) -> Nvfp4:
         codes, scale_name, global_name = (f"{module}.{part}" for part in (self.codes, self.scales, self.global_scale))
         value = tensors[global_name].reshape(-1)[0]
         where = f"{tensors.file_of(global_name)}: {global_name!r} is {value}"

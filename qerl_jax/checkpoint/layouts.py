@@ -17,7 +17,7 @@ import numpy as np
 from qerl_jax.checkpoint.layout_mxfp4 import MXFP4
 from qerl_jax.checkpoint.layout_nf4 import NF4
 from qerl_jax.checkpoint.layout_nvfp4 import MODELOPT, NVFP4
-from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource
+from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors
 from qerl_jax.messages import shown
 from qerl_jax.models.formats import Weight
 
@@ -49,11 +49,11 @@ class Layout(Protocol):
         """
         ...
 
-    def expected(self, tensors: TensorSource, module: str, shape: tuple[int, int]) -> Expected:
+    def expected(self, tensors: Tensors, module: str, shape: tuple[int, int]) -> Expected:
         """The tensors that store a module."""
         ...
 
-    def read(self, tensors: TensorSource, module: str, shape: tuple[int, int]) -> Weight:
+    def read(self, tensors: Tensors, module: str, shape: tuple[int, int]) -> Weight:
         """A module from tensors as `expected`. Raises CheckpointError for values that are no weights."""
         ...
 

@@ -24,14 +24,6 @@ def projection(layer: int, name: str) -> str:
     return hf_module(PROJECTION_MODULES[name], layer)
 
 
-def split_projection(name: str) -> tuple[str, str]:
-    """Module path and suffix of a projection's tensor; the suffix of a quantized one may have dots. ("", name) for any
-    other tensor.
-    """
-    path, found, suffix = name.partition("_proj.")
-    return (f"{path}_proj", suffix) if found else ("", name)
-
-
 def layer_norm(layer: int, name: str) -> str:
     """Name of a layer norm's weight."""
     return f"{hf_module(name, layer)}.weight"

@@ -14,9 +14,9 @@ from qerl_jax.checkpoint import hf_config
 from qerl_jax.checkpoint.check import check_names
 from qerl_jax.checkpoint.layouts import WRITTEN
 from qerl_jax.checkpoint.reader import max_magnitude
-from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource, open_checkpoint
+from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors, open_checkpoint
 from qerl_jax.checkpoint.write import check_output, write_checkpoint
-from qerl_jax.models.config import FUSED_PROJECTIONS, PROJECTIONS, ModelConfig, TensorSpec, tensors_of
+from qerl_jax.models.config import PROJECTIONS, ModelConfig, TensorSpec
 from qerl_jax.models.formats import FORMATS, Weight, host
 
 
@@ -55,9 +55,9 @@ def quantize_checkpoint(
     src, dst = Path(src), Path(dst)
     if weight_format not in WRITTEN:
         raise ValueError(f"weight_format {weight_format!r} is not one of {list(WRITTEN)}, which can be written")
-    _refuse_parts(ignore)
-    check_output([src], dst, overwrite)
     config = hf_config.model_config(src)
+    _refuse_parts(ignore, config)
+    check_output([src], dst, overwrite)
     if (quantization := hf_config.stored_quantization(src)) is not None:
         raise CheckpointError(f"{src}: the checkpoint is quantized already ({quantization.layout.name})")
     tensors = open_checkpoint(src)
@@ -67,24 +67,22 @@ def quantize_checkpoint(
         write_quantized(src, directory, tensors, raw_config, config, weight_format, progress, ignore=ignore)
 
 
-def _refuse_parts(ignore: Collection[str]) -> None:
+def _refuse_parts(ignore: Collection[str], config: ModelConfig) -> None:
     unknown = sorted(set(ignore) - set(PROJECTIONS))
     if unknown:
         raise ValueError(f"ignore names {unknown[0]!r}, which is not one of {list(PROJECTIONS)}")
     if set(ignore) == set(PROJECTIONS):
         raise ValueError("ignore names all projections, so that nothing would be quantized")
-    for parts in FUSED_PROJECTIONS.values():
+    for parts in (list(spec.part_rows()) for spec in config.projections()):
         named = [part for part in parts if part in ignore]
         if named and len(named) < len(parts):
-            raise ValueError(
-                f"ignore names {named} of {list(parts)}, which are one matrix here: name all of them or none"
-            )
+            raise ValueError(f"ignore names {named} of {parts}, which are one matrix here: name all of them or none")
 
 
 def write_quantized(
     src: Path,
     directory: Path,
-    tensors: TensorSource,
+    tensors: Tensors,
     raw_config: dict[str, Any],
     config: ModelConfig,
     weight_format: str = "nvfp4",
@@ -104,9 +102,7 @@ def write_quantized(
       leave_out: names of files of `src` that are not copied.
     """
     layout = WRITTEN[weight_format]
-    projections = [
-        (spec, layer) for layer in range(config.num_layers) for spec in tensors_of(config) if spec.kind == "projection"
-    ]
+    projections = [(spec, layer) for layer in range(config.num_layers) for spec in config.projections()]
     kept = [place for place in projections if set(ignore) & place[0].part_rows().keys()]
     places = {name: place for place in projections if place not in kept for name in place[0].stored(place[1])}
 
@@ -114,7 +110,7 @@ def write_quantized(
     def quantizer_of(spec: TensorSpec, layer: int) -> Callable[[np.ndarray], Weight]:
         """That of the fused parts, which may lie in several shards."""
         stored = spec.stored(layer)
-        dtype = host.common_dtype(tensors.spec(name)[0] for name in stored)
+        dtype = host.common_dtype(tensors.entries[name].dtype for name in stored)
         return FORMATS[weight_format].quantizer(
             lambda: max(max_magnitude(tensors, name, tensors[name]) for name in stored), dtype
         )
@@ -129,7 +125,7 @@ def write_quantized(
             raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
 
     ignored = [module for spec, layer in kept for module in spec.modules(layer)]
-    section = layout.quantization_config(tensors.spec(min(places))[0], ignored)
+    section = layout.quantization_config(tensors.entries[min(places)].dtype, ignored)
     write_checkpoint(
         src,
         directory,

@@ -19,7 +19,7 @@ from qerl_jax import partition
 from qerl_jax.checkpoint import names
 from qerl_jax.checkpoint.check import check_names
 from qerl_jax.checkpoint.layouts import Quantization
-from qerl_jax.checkpoint.safetensors import CheckpointError, TensorSource
+from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors
 from qerl_jax.models.config import ModelConfig, TensorSpec
 from qerl_jax.models.formats import FORMATS, Dense, Weight, format_of, host
 
@@ -42,7 +42,7 @@ class WeightReader:
 
     def __init__(
         self,
-        tensors: TensorSource,
+        tensors: Tensors,
         config: ModelConfig,
         quantization: Quantization | None,
         weight_format: str,
@@ -60,7 +60,7 @@ class WeightReader:
         table as it is stored, memory-mapped.
         """
         if spec.kind == "projection":
-            return self.projection(list(zip(spec.modules(layer), spec.stored(layer).values(), strict=True)))
+            return self._projection(list(zip(spec.modules(layer), spec.stored(layer).values(), strict=True)))
         arrays = [self._finite(name)[0] for name in spec.stored(layer)]
         if spec.kind == "table":
             return arrays[0]
@@ -82,7 +82,7 @@ class WeightReader:
 
         return on_devices(value, spec, self.config.tensor_parallel, formed)
 
-    def projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
+    def _projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
         """A fused projection on the host, dense or quantized; parts (module name, shape) are concatenated by rows."""
         layout = None if self.quantization is None else self.quantization.layout_of(parts[0][0])
         if layout is not None:
@@ -122,7 +122,7 @@ class WeightReader:
             )
 
 
-def max_magnitude(tensors: TensorSource, name: str, array: np.ndarray) -> float:
+def max_magnitude(tensors: Tensors, name: str, array: np.ndarray) -> float:
     """Largest |value| of a tensor. Raises CheckpointError naming file and tensor if a value is not finite."""
     try:
         return host.max_magnitude(array.reshape(array.shape[0], -1))

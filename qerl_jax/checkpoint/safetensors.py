@@ -5,12 +5,12 @@ The package's numpy front end copies each tensor and does not know E4M3; mapping
 
 from __future__ import annotations
 
-import abc
+import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -54,84 +54,65 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-Spec = tuple[np.dtype, tuple[int, ...]]
-
-
-class TensorSource(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint by name: those of files (`Tensors`), or values computed when they are asked for.
+class Entry(NamedTuple):
+    """A tensor of a checkpoint.
 
     Attributes:
-      names: of the tensors, as keys.
+      file: where it stands, or what it is computed from.
+      dtype, shape: of its array.
+      read: the array: mapped from the file, or computed.
     """
 
-    names: Mapping[str, Any]
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would compute the tensor
-        return name in self.names
+
+class Tensors(Mapping[str, np.ndarray]):
+    """The tensors of a checkpoint by name, each read when it is asked for.
+
+    Attributes:
+      entries: by name.
+      where: their files, for errors.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], where: str):
+        self.entries, self.where = entries, where
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.entries[name].read()
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+        return name in self.entries
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return iter(self.entries)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.entries)
 
-    @abc.abstractmethod
-    def spec(self, name: str) -> Spec:
-        """dtype and shape without touching the data."""
-
-    @abc.abstractmethod
     def file_of(self, name: str) -> Path:
         """The file a tensor stands in, or is computed from."""
-
-    @abc.abstractmethod
-    def where(self) -> str:
-        """The files, for errors."""
-
-    def require(self, name: str) -> None:
-        """Raise CheckpointError naming the files if there is no such tensor."""
-        if name not in self:
-            raise CheckpointError(f"{self.where()}: tensor {name!r} is missing from the checkpoint")
+        return self.entries[name].file
 
 
-class Tensors(TensorSource):
-    """Read-only view of one or several safetensors files; arrays are memory-mapped and read on first use.
+def open_files(files: Iterable[Path]) -> Tensors:
+    """The tensors of one or several safetensors files; arrays are memory-mapped and read on first use.
 
     Raises CheckpointError for a file that the `safetensors` package refuses (cut short, overlapping tensors, a size
     that is not that of the shape), for a dtype that is not in `DTYPES`, and for a tensor that two files hold.
     """
-
-    def __init__(self, files: Iterable[Path]):
-        self._files = list(files)
-        self.names: dict[str, tuple[Path, Spec, int]] = {}
-        for path in self._files:
-            for name, entry in _entries(path).items():
-                if name in self.names:
-                    raise CheckpointError(f"tensor {name!r} stands in both {self.names[name][0]} and {path}")
-                self.names[name] = entry
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        path, (dtype, shape), begin = self.names[name]
-        if math.prod(shape) == 0:
-            return np.empty(shape, dtype)
-        # The offset need not suit the dtype's alignment (the format promises none), so map bytes and reinterpret them.
-        raw = np.memmap(path, np.uint8, "r", offset=begin, shape=(math.prod(shape) * dtype.itemsize,))
-        return raw.view(dtype).reshape(shape)
-
-    def where(self) -> str:
-        """The file, or the directory and the number of its files."""
-        return str(self._files[0]) if len(self._files) == 1 else f"{self._files[0].parent} ({len(self._files)} files)"
-
-    def file_of(self, name: str) -> Path:
-        """The file a tensor stands in."""
-        return self.names[name][0]
-
-    def spec(self, name: str) -> Spec:
-        """dtype and shape without touching the data."""
-        return self.names[name][1]
+    files, entries = list(files), {}
+    for path in files:
+        for name, entry in _entries(path).items():
+            if name in entries:
+                raise CheckpointError(f"tensor {name!r} stands in both {entries[name].file} and {path}")
+            entries[name] = entry
+    return Tensors(entries, str(files[0]) if len(files) == 1 else f"{files[0].parent} ({len(files)} files)")
 
 
-def _entries(path: Path) -> dict[str, tuple[Path, Spec, int]]:
-    """File, dtype and shape, and first byte of each tensor of a file."""
+def _entries(path: Path) -> dict[str, Entry]:
     try:
         with safe_open(path, "numpy") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
@@ -140,7 +121,7 @@ def _entries(path: Path) -> dict[str, tuple[Path, Spec, int]]:
         raise CheckpointError(f"{path} is damaged, or was cut short ({size:,} bytes): {error}") from error
     except OSError as error:
         raise OSError(f"{path} cannot be read: {error}") from error
-    specs: dict[str, Spec] = {}
+    specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for name, entry in slices.items():
         if entry.get_dtype() not in DTYPES:
             raise CheckpointError(f"{path}: {name!r} has dtype {entry.get_dtype()}, known are {sorted(DTYPES)}")
@@ -149,9 +130,18 @@ def _entries(path: Path) -> dict[str, tuple[Path, Spec, int]]:
     # Tensors follow each other to the end of the file without a gap: the package refuses any other file.
     begin, entries = path.stat().st_size - sum(sizes.values()), {}
     for name, spec in specs.items():
-        entries[name] = (path, spec, begin)
+        entries[name] = Entry(path, *spec, functools.partial(_mapped, path, *spec, begin))
         begin += sizes[name]
     return entries
+
+
+def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...], begin: int) -> np.ndarray:
+    """The array whose first byte is at `begin`."""
+    if math.prod(shape) == 0:
+        return np.empty(shape, dtype)
+    # The offset need not suit the dtype's alignment (the format promises none), so map bytes and reinterpret them.
+    raw = np.memmap(path, np.uint8, "r", offset=begin, shape=(math.prod(shape) * dtype.itemsize,))
+    return raw.view(dtype).reshape(shape)
 
 
 def open_checkpoint(directory: Path) -> Tensors:
@@ -164,7 +154,7 @@ def open_checkpoint(directory: Path) -> Tensors:
     """
     index_path = directory / INDEX_FILE
     if (directory / SINGLE_FILE).exists():
-        return Tensors([directory / SINGLE_FILE])
+        return open_files([directory / SINGLE_FILE])
     if not index_path.exists():
         raise FileNotFoundError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}{unread_weights(directory)}")
     weight_map = read_index(index_path)
@@ -172,7 +162,7 @@ def open_checkpoint(directory: Path) -> Tensors:
     missing = [shard for shard in shards if not (directory / shard).is_file()]
     if missing:
         raise CheckpointError(f"{index_path} names {len(shards)} shards, of which {missing} are missing")
-    tensors = Tensors(directory / shard for shard in shards)
+    tensors = open_files(directory / shard for shard in shards)
     for name, shard in weight_map.items():
         if is_unused(name) and name not in tensors:  # older indices name rotary frequencies that nobody saves any more
             continue

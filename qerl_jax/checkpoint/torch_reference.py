@@ -21,8 +21,8 @@ from jaxtyping import Float32
 
 from qerl_jax.atomic import one_line
 from qerl_jax.checkpoint import hf_config
-from qerl_jax.checkpoint.policy_tensors import DenseTensors
-from qerl_jax.checkpoint.safetensors import TensorSource
+from qerl_jax.checkpoint.policy_tensors import dense_tensors
+from qerl_jax.checkpoint.safetensors import Tensors
 
 _BF16_UNIT = 2.0**-8  # largest relative error of rounding to bf16
 _LOCAL = {"local_files_only": True, "use_safetensors": True}
@@ -113,7 +113,7 @@ def _torch_model(path: Path, weight_format: str | None, options: dict[str, Any])
             del config.quantization_config
         model = AutoModelForCausalLM.from_config(config, **options)
         label = f", weights dequantized by our loader{label}"
-    _fill(model, DenseTensors(path, weight_format, dtype=np.float32), where_close=is_decompressed)
+    _fill(model, dense_tensors(path, weight_format, dtype=np.float32), where_close=is_decompressed)
     return model, label
 
 
@@ -133,7 +133,7 @@ def _decompressed(path: Path, options: dict[str, Any]) -> tuple[Any, str]:
     return model, f", weights dequantized by {name}, without its rounding to bf16"
 
 
-def _fill(model: Any, tensors: TensorSource, where_close: bool) -> None:
+def _fill(model: Any, tensors: Tensors, where_close: bool) -> None:
     """Give a model the weights of a checkpoint in fp32. With `where_close` only those that it has up to rounding to
     bf16, as from compressed-tensors: one that is further off stays, so that its layer is seen to differ.
     """

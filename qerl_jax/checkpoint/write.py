@@ -12,7 +12,7 @@ import numpy as np
 
 from qerl_jax.atomic import check_writable, write_json
 from qerl_jax.checkpoint.peft_config import CONFIG_FILE as ADAPTER_CONFIG
-from qerl_jax.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, TensorSource, save
+from qerl_jax.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, Tensors, save
 
 BASE_PART, ADAPTER_PART = "base", "adapter"
 """Directories of an export that serves an adapter beside the base it belongs to."""
@@ -37,7 +37,7 @@ def check_output(sources: Iterable[Path], dst: Path, overwrite: bool, adapters: 
 def write_checkpoint(
     src: Path,
     directory: Path,
-    tensors: TensorSource,
+    tensors: Tensors,
     config: dict[str, Any],
     convert: Callable[[str], Mapping[str, np.ndarray]] | None = None,
     progress: Callable[[int], None] = lambda done: None,

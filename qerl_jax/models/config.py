@@ -15,7 +15,6 @@ PROJECTION_MODULES = {
 """Module of each projection in a decoder layer of Hugging Face."""
 
 PROJECTIONS = tuple(PROJECTION_MODULES)
-FUSED_PROJECTIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +106,13 @@ class ModelConfig:
         }
         return dataclasses.replace(self, **sizes, is_part=True)
 
+    def projections(self) -> tuple[TensorSpec, ...]:
+        """The four (fused) projections of a layer, in the order of their use."""
+        return tuple(spec for spec in tensors_of(self) if spec.kind == "projection")
+
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
         """(output, input) features of each of the seven projections of a layer."""
-        projections = (spec for spec in tensors_of(self) if spec.kind == "projection")
-        return {part: (n, spec.columns) for spec in projections for part, n in spec.part_rows().items()}
+        return {part: (n, spec.columns) for spec in self.projections() for part, n in spec.part_rows().items()}
 
     def parameter_count(self) -> int:
         """Parameters of the model without adapters, a tied head counted once."""

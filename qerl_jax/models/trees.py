@@ -24,14 +24,13 @@ def weight_trees(config: ModelConfig, tensor: Callable[[TensorSpec, int | None],
 def layer_adapters(config: ModelConfig, adapter: Callable[[str, int, int, int], Lora | None]) -> Tree:
     """The adapters of one decoder layer: `adapter(projection, K, N, offset)` where it is not None; {} for none."""
     tree = {}
-    for spec in tensors_of(config):
-        if spec.kind == "projection":
-            offset = 0
-            for part, rows in spec.part_rows().items():
-                lora = adapter(part, spec.columns, rows, offset)
-                if lora is not None:
-                    _put(tree, (*spec.path[:-1], "lora", part), lora)
-                offset += rows
+    for spec in config.projections():
+        offset = 0
+        for part, rows in spec.part_rows().items():
+            lora = adapter(part, spec.columns, rows, offset)
+            if lora is not None:
+                _put(tree, (*spec.path[:-1], "lora", part), lora)
+            offset += rows
     return tree
 
 

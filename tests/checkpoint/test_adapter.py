@@ -141,11 +141,11 @@ def test_every_key_that_peft_writes_for_a_plain_lora_is_known(exported):
 
 def test_norms_that_are_named_and_missing_are_refused(micro_dir, exported):
     path, lora = exported / "adapter_config.json", LoraConfig(2, target_modules=("q_proj", "v_proj"))
-    gone = next(name for name in st.Tensors([exported / FILE]) if name.endswith("input_layernorm.weight"))
+    gone = next(name for name in st.open_files([exported / FILE]) if name.endswith("input_layernorm.weight"))
     small.change_tensors(exported, lambda tensors: tensors.pop(gone), FILE)
     with pytest.raises(CheckpointError, match=f"tensor '{re.escape(gone)}' is missing"):
         load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)
-    others = [name for name in st.Tensors([exported / FILE]) if "lora" not in name]
+    others = [name for name in st.open_files([exported / FILE]) if "lora" not in name]
     small.change_tensors(exported, lambda tensors: [tensors.pop(name) for name in others], FILE)
     path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": None, "lora_dropout": 0.1}))
     policy = load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)

@@ -87,7 +87,7 @@ def exact(policy: Policy, values: dict[str, np.ndarray]) -> dict[str, tuple[np.n
     return {name: (value, sums[name]) for name, value in result.items()}
 
 
-def assert_rounded_once(written: st.TensorSource, wanted: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+def assert_rounded_once(written: st.Tensors, wanted: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
     """Each value is the nearest bf16 to the exact one, or to one that differs by the error of a few sums in fp32."""
     assert set(written) == set(wanted)
     for name, (value, magnitude) in wanted.items():
@@ -196,7 +196,7 @@ def test_vllm_adapter_and_base(tmp_path):
     config = json.loads((out / "adapter/adapter_config.json").read_text())
     assert not config["modules_to_save"] and sorted(config["target_modules"]) == sorted(PROJECTIONS)
     assert config["base_model_name_or_path"] == str(out / "base")
-    names = st.Tensors([out / "adapter/adapter_model.safetensors"])
+    names = st.open_files([out / "adapter/adapter_model.safetensors"])
     assert all(re.search(r"\.lora_[AB]\.weight$", name) for name in names)
     model = peft.PeftModel.from_pretrained(torch_qwen2.load(out / "base"), out / "adapter").eval()
     np.testing.assert_allclose(np.asarray(logits_of(policy, TOKENS)), torch_qwen2.logits(model, TOKENS), atol=2e-4)

@@ -50,20 +50,20 @@ def file(tmp_path_factory):
 
 
 def test_every_dtype_reads_as_the_library_wrote_it(file):
-    tensors, expected = st.Tensors([file]), torch_tensors()
+    tensors, expected = st.open_files([file]), torch_tensors()
     assert set(TORCH_DTYPES) == set(st.DTYPES)
     assert set(tensors) == set(expected) and len(tensors) == len(expected)
     for name, tensor in expected.items():
         array = tensors[name]
         assert array.shape == tuple(tensor.shape) and array.tobytes() == raw_bytes(tensor), name
-        assert tensors.spec(name) == (array.dtype, array.shape)
+        assert tensors.entries[name][1:3] == (array.dtype, array.shape)
         assert tensors.file_of(name) == file
     np.testing.assert_array_equal(tensors["t.BF16"].astype(np.float32), expected["t.BF16"].float().numpy())
     np.testing.assert_array_equal(tensors["t.F8_E4M3"].astype(np.float32), expected["t.F8_E4M3"].float().numpy())
 
 
 def test_arrays_are_mapped_and_read_only(file):
-    array = st.Tensors([file])["t.F32"]
+    array = st.open_files([file])["t.F32"]
     with pytest.raises(ValueError, match="read-only"):
         array[0, 0] = 1
     base = array
@@ -84,13 +84,13 @@ def test_opening_a_large_file_reads_nothing(tmp_path):
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + size)  # a sparse file: takes no room on the disk
     before = _resident()
-    array = st.Tensors([path])["w"]
+    array = st.open_files([path])["w"]
     assert array.shape == (1000, size // 1000) and array[999, 5] == 0
     assert _resident() - before < size // 10
 
 
 def test_written_bytes_are_those_that_torch_writes(tmp_path, file):
-    tensors = st.Tensors([file])
+    tensors = st.open_files([file])
     st.save(tmp_path / "ours.safetensors", {name: tensors[name] for name in reversed(list(tensors))})
     assert (tmp_path / "ours.safetensors").read_bytes() == file.read_bytes()
     (tmp_path / "another").touch()
@@ -129,7 +129,7 @@ def test_broken_file_is_named_with_what_is_wrong(tmp_path, case):
     path = tmp_path / "bad.safetensors"
     _write(path, header, data, length)
     with pytest.raises(CheckpointError, match=re.escape(message)) as error:
-        st.Tensors([path])
+        st.open_files([path])
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
@@ -137,7 +137,7 @@ def test_a_tensor_in_two_files(tmp_path):
     for name in ("a", "b"):
         st.save(tmp_path / f"{name}.safetensors", {"w": np.ones(2, np.float32)})
     with pytest.raises(CheckpointError, match=r"'w' stands in both .*a\.safetensors and .*b\.safetensors"):
-        st.Tensors([tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
+        st.open_files([tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
 
 
 def _sharded(folder: Path, weight_map: dict | None = None) -> Path:

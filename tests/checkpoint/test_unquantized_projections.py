@@ -14,7 +14,7 @@ from qerl_jax import quantize
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
 from qerl_jax.checkpoint.layouts import NF4, NVFP4, Quantization, quantization_of
-from qerl_jax.checkpoint.policy_tensors import DenseTensors
+from qerl_jax.checkpoint.policy_tensors import dense_tensors
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
 from qerl_jax.checkpoint.reader import WeightReader
 from qerl_jax.checkpoint.safetensors import CheckpointError
@@ -53,11 +53,9 @@ def test_ignored_projections_are_the_sources_bits_and_the_others_those_of_a_whol
         assert [type(weight) for weight in found] == [Dense, kind, kind, kind]
         assert_trees_equal(found[0], weights_of(plain, layer)[0])
         assert_trees_equal(found[1:], weights_of(whole, layer)[1:])
-    values = DenseTensors(out, dtype=np.float32)
+    values, quantized = (dense_tensors(folder, dtype=np.float32) for folder in (out, tmp_path / "whole"))
     for name, array in st.open_checkpoint(source).items():
-        wanted = (
-            array if name.rpartition(".")[0].endswith(QKV) else DenseTensors(tmp_path / "whole", dtype=np.float32)[name]
-        )
+        wanted = array if name.rpartition(".")[0].endswith(QKV) else quantized[name]
         np.testing.assert_array_equal(values[name], wanted.astype(np.float32), err_msg=name)
 
 
@@ -76,7 +74,7 @@ def test_config_json_names_every_ignored_module_as_llm_compressor_does(source, t
 
 def test_logits_are_those_of_transformers_with_the_same_values(source, tmp_path):
     quantize_checkpoint(source, tmp_path / "mixed", ignore=QKV)
-    values = DenseTensors(tmp_path / "mixed", dtype=np.float32)
+    values = dense_tensors(tmp_path / "mixed", dtype=np.float32)
     model = AutoModelForCausalLM.from_pretrained(source, dtype="float32", local_files_only=True)
     import torch
 

@@ -15,7 +15,7 @@ from qerl_kernels.nvfp4_matmul import packing, reference
 from safetensors import safe_open
 
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
-from qerl_jax.checkpoint.safetensors import Tensors, open_checkpoint
+from qerl_jax.checkpoint.safetensors import open_checkpoint, open_files
 from qerl_jax.models.formats import FORMATS, format_name, host, mxfp4, nf4, nvfp4
 
 BF16 = ml_dtypes.bfloat16
@@ -171,7 +171,7 @@ def test_mxfp4_by_hand():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_mxfp4_bytes_equal_compressed_tensors(dtype):
-    golden, weight = Tensors([mxfp4_goldens.GOLDEN]), mxfp4_goldens.weights()[dtype]
+    golden, weight = open_files([mxfp4_goldens.GOLDEN]), mxfp4_goldens.weights()[dtype]
     ours = mxfp4.quantize(weight)
     np.testing.assert_array_equal(ours.exponents, golden[f"{dtype}.weight_scale"])
     np.testing.assert_array_equal(ours.codes, golden[f"{dtype}.weight_packed"])
