@@ -35,7 +35,7 @@ from record import add_commit, shell, write_rows
 
 from qerl_jax.checkpoint import names
 from qerl_jax.checkpoint.hf_config import parse_config
-from qerl_jax.checkpoint.layout_nvfp4 import QUANTIZATION_CONFIG
+from qerl_jax.checkpoint.layout_nvfp4 import NVFP4
 from qerl_jax.checkpoint.peft_config import peft_config
 from qerl_jax.checkpoint.safetensors import save
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
@@ -50,10 +50,12 @@ LAYERS = {"nvfp4": "CompressedTensorsW4A16Fp4", "bf16": "UnquantizedLinearMethod
 
 def model_directory(size: str, weight_format: str, folder: Path) -> Path:
     """A checkpoint's config.json, without weights."""
-    quantized = {"quantization_config": QUANTIZATION_CONFIG} if weight_format == "nvfp4" else {}
+    config = hf_config(size)
+    if weight_format == "nvfp4":
+        config["quantization_config"] = NVFP4.quantization_config(np.dtype(ml_dtypes.bfloat16), ())
     directory = folder / f"{size}-{weight_format}"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(hf_config(size) | quantized))
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from qerl_jax.atomic import atomic_directory, write_json
 from qerl_jax.checkpoint.hf_config import parse_config
-from qerl_jax.checkpoint.layout_nvfp4 import NVFP4, QUANTIZATION_CONFIG
+from qerl_jax.checkpoint.layout_nvfp4 import NVFP4
 from qerl_jax.checkpoint.safetensors import DTYPES, INDEX_FILE, Spec, save
 from qerl_jax.models.config import ModelConfig, tensors_of
 
@@ -115,10 +115,9 @@ def make_checkpoint(
             weight_map |= dict.fromkeys(specs, file)
             size_bytes += sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in specs.values())
         write_json(directory / INDEX_FILE, {"metadata": {"total_size": size_bytes}, "weight_map": weight_map})
-        write_json(
-            directory / "config.json",
-            raw | ({"quantization_config": QUANTIZATION_CONFIG} if weight_format == "nvfp4" else {}),
-        )
+        if weight_format == "nvfp4":
+            raw["quantization_config"] = NVFP4.quantization_config(np.dtype(ml_dtypes.bfloat16), ())
+        write_json(directory / "config.json", raw)
         write_json(directory / "generation_config.json", {"eos_token_id": [151645, 151643], "pad_token_id": 151643})
         for name in _TOKENIZER_FILES:
             if tokenizer is not None and (tokenizer / name).exists():

@@ -23,74 +23,73 @@ _MODELOPT = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ")
 # What a compressed-tensors scheme must say of its weights, where it says it, for the bytes to mean a block-scaled FP4.
 _FP4_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
 
-QUANTIZATION_CONFIG = {
-    "config_groups": {
-        "group_0": {
-            "format": "nvfp4-pack-quantized",
+
+@dataclasses.dataclass(frozen=True)
+class Fp4Layout:
+    """What the layouts of FP4 have in common: codes, block scales, and the `quantization_config` of compressed-tensors.
+
+    Attributes:
+      name, weight_format, codes, scales, unused: as in `Layout`.
+      block: input features of a block scale.
+      weights, config: what the config says of weights, and at its end, besides what it says of any FP4.
+    """
+
+    name: str
+    weight_format: str
+    block: int
+    codes: str = "weight_packed"
+    scales: str = "weight_scale"
+    unused: tuple[str, ...] = ("input_global_scale",)
+    weights: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def _packed(self) -> str:
+        return f"{self.weight_format}-pack-quantized"
+
+    def describes(self, section: Mapping[str, Any], where: str) -> bool:
+        """As `Layout.describes`, of a section of compressed-tensors."""
+        if section.get("quant_method") != "compressed-tensors" or section.get("format") != self._packed:
+            return False
+        groups = section.get("config_groups") or {}
+        for name, group in groups.items() if isinstance(groups, dict) else [("", groups)]:
+            weights = (group.get("weights") if isinstance(group, dict) else None) or {}
+            for key, expected in {**_FP4_WEIGHTS, "group_size": self.block}.items():
+                if not isinstance(weights, dict) or weights.get(key, expected) != expected:
+                    raise CheckpointError(
+                        f"{where}: config_groups.{name}.weights is {shown(weights)}, {self.weight_format.upper()} has "
+                        f"{key} {expected!r}"
+                    )
+        return True
+
+    def quantization_config(self, dtype: np.dtype, ignored: Sequence[str]) -> dict[str, Any]:
+        """As compressed-tensors writes it."""
+        weights = {**_FP4_WEIGHTS, "group_size": self.block, **self.weights}
+        group = {
+            "format": self._packed,
             "input_activations": None,
             "output_activations": None,
             "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": NVFP4_BLOCK,
-                "num_bits": 4,
-                "observer": "memoryless_minmax",
-                "observer_kwargs": {},
-                "scale_dtype": "torch.float8_e4m3fn",
-                "strategy": "tensor_group",
-                "symmetric": True,
-                "type": "float",
-                "zp_dtype": None,
-            },
+            "weights": dict(sorted(weights.items())),
         }
-    },
-    "format": "nvfp4-pack-quantized",
-    "global_compression_ratio": None,
-    "ignore": ["lm_head"],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-    "sparsity_config": {},
-    "transform_config": {},
-    "version": "0.19.0",
-}
-"""`quantization_config` of llm-compressor 0.14.0.1."""
-
-
-def describes_compressed(section: Mapping[str, Any], where: str, packed: str, group_size: int) -> bool:
-    """Whether a `quantization_config` is compressed-tensors' of the format `packed`, with FP4 weights in groups of
-    `group_size`.
-    """
-    if section.get("quant_method") != "compressed-tensors" or section.get("format") != packed:
-        return False
-    groups = section.get("config_groups") or {}
-    for name, group in groups.items() if isinstance(groups, dict) else [("", groups)]:
-        weights = (group.get("weights") if isinstance(group, dict) else None) or {}
-        for key, expected in {**_FP4_WEIGHTS, "group_size": group_size}.items():
-            if not isinstance(weights, dict) or weights.get(key, expected) != expected:
-                raise CheckpointError(
-                    f"{where}: config_groups.{name}.weights is {shown(weights)}, {packed[:5].upper()} has {key} "
-                    f"{expected!r}"
-                )
-    return True
+        return {
+            "config_groups": {"group_0": group},
+            "format": self._packed,
+            "global_compression_ratio": None,
+            "ignore": [*ignored, "lm_head"],
+            "kv_cache_scheme": None,
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            **self.config,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
-class _Nvfp4Layout:
+class _Nvfp4Layout(Fp4Layout):
     """A `Layout` of codes, E4M3 block scales and one fp32 global scale, by which values are divided or multiplied."""
 
-    name: str
-    codes: str
-    global_scale: str
-    unused: tuple[str, ...]
-    divides: bool
-    scales: str = "weight_scale"
-    weight_format: str = "nvfp4"
-
-    def describes(self, section: Mapping[str, Any], where: str) -> bool:
-        return describes_compressed(section, where, "nvfp4-pack-quantized", NVFP4_BLOCK)
+    global_scale: str = "weight_global_scale"
+    divides: bool = True
 
     def expected(self, tensors: Tensors, module: str, shape: tuple[int, int]) -> dict:
         n, k = shape
@@ -126,9 +125,6 @@ class _Nvfp4Layout:
         parts = {self.codes: weight.codes, self.scales: weight.scales, self.global_scale: weight.global_scale[:1]}
         return {f"{module}.{suffix}": array for suffix, array in parts.items()}
 
-    def quantization_config(self, dtype: np.dtype, ignored: Sequence[str]) -> dict[str, Any]:
-        return {**QUANTIZATION_CONFIG, "ignore": [*ignored, *QUANTIZATION_CONFIG["ignore"]]}
-
 
 class _ModelOptLayout(_Nvfp4Layout):
     """Read only. Its section lies in config.json or in hf_quant_config.json, there under "quantization"."""
@@ -144,5 +140,28 @@ class _ModelOptLayout(_Nvfp4Layout):
         return True
 
 
-NVFP4 = _Nvfp4Layout("compressed-tensors", "weight_packed", "weight_global_scale", ("input_global_scale",), True)
-MODELOPT = _ModelOptLayout("modelopt", "weight", "weight_scale_2", ("input_scale",), False)
+NVFP4 = _Nvfp4Layout(
+    "compressed-tensors",
+    "nvfp4",
+    NVFP4_BLOCK,
+    weights={
+        "actorder": None,
+        "block_structure": None,
+        "observer": "memoryless_minmax",
+        "observer_kwargs": {},
+        "scale_dtype": "torch.float8_e4m3fn",
+        "strategy": "tensor_group",
+        "zp_dtype": None,
+    },
+    config={"sparsity_config": {}, "transform_config": {}, "version": "0.19.0"},
+)
+"""As llm-compressor 0.14.0.1 writes it."""
+MODELOPT = _ModelOptLayout(
+    "modelopt",
+    "nvfp4",
+    NVFP4_BLOCK,
+    codes="weight",
+    unused=("input_scale",),
+    global_scale="weight_scale_2",
+    divides=False,
+)
