@@ -168,7 +168,7 @@ class _Decoder:
         at_once = self.shapes.holds(self.count * group)
         self.prefill_shapes = prefill_shapes(self.count, width, engine.batch_invariant, at_once)
         self.most, self.chunk = most, engine.chunk
-        self.schedule = Schedule(limits.tolist(), group, self.shapes.slots, self.shapes.prompt_slots)
+        self.schedule = Schedule(len(self.lengths), group, self.shapes.slots, self.shapes.prompt_slots)
         self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request
         self.sampled: list[list[int]] = [[] for _ in limits]  # tokens of each sequence
         self.decoding = set(range(len(limits)))  # sequences whose last token has not been read

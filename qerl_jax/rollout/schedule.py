@@ -6,7 +6,7 @@ Sequence p · G + g is the g-th completion of prompt p.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,36 +29,26 @@ class Admission:
 class Schedule:
     """Queue, slots and prompt slots of one rollout.
 
-    Longest limit first, so that the slots reach their last sequences at about the same time (`fill`).
-
     Args:
-      limits: largest completion length of each sequence, P · G of them.
+      prompts: P.
       group: completions of each prompt, G.
       slots: sequences decoded together.
       prompt_slots: prompts in the prompt cache.
     """
 
-    def __init__(self, limits: Sequence[int], group: int, slots: int, prompt_slots: int) -> None:
+    def __init__(self, prompts: int, group: int, slots: int, prompt_slots: int) -> None:
         self.group = group
         self.sequences: list[int | None] = [None] * slots
         """The sequence in each slot; None: idle."""
-        self._limits = limits
-
-        def longest_last(sequences: Iterable[int]) -> list[int]:
-            return sorted(sequences, key=lambda sequence: (limits[sequence], -sequence))
-
-        prompts = range(len(limits) // group)
-        self._pending = [longest_last(range(prompt * group, (prompt + 1) * group)) for prompt in prompts]
-        next_last = longest_last(sequences[-1] for sequences in self._pending)
-        self._waiting_prompts = [sequence // group for sequence in next_last]
-        self._ended = {}  # prompt -> number of its sequences that have ended
+        self._started, self._ended = [0] * prompts, [0] * prompts  # sequences of each prompt
+        self._waiting_prompts = list(range(prompts))[::-1]
         self._prompt_slots: dict[int, int] = {}  # prompt -> its prompt slot
         self._free_prompt_slots = list(range(prompt_slots))[::-1]
 
     @property
     def queued(self) -> int:
         """Sequences not started."""
-        return sum(map(len, self._pending))
+        return self.group * len(self._started) - sum(self._started)
 
     @property
     def live(self) -> list[int]:
@@ -70,32 +60,29 @@ class Schedule:
         for slot in slots:
             prompt = self.sequences[slot] // self.group
             self.sequences[slot] = None
-            self._ended[prompt] = self._ended.get(prompt, 0) + 1
+            self._ended[prompt] += 1
             if self._ended[prompt] == self.group:
                 self._free_prompt_slots.append(self._prompt_slots.pop(prompt))
 
     def fill(self) -> tuple[list[PromptLoad], list[Admission]]:
-        """Start sequences in the idle slots: highest limit first. Among equal limits, cached prompts come before new
-        ones (which need a free prompt slot), and prompts with more pending sequences before those with fewer.
+        """Start sequences in the idle slots, in their order: cached prompts come before new ones (which need a free
+        prompt slot), and those with more waiting sequences before those with fewer.
         """
         loads, admissions = [], []
         for slot in [slot for slot, sequence in enumerate(self.sequences) if sequence is None]:
-            prompts = [prompt for prompt in self._prompt_slots if self._pending[prompt]]
-            if self._waiting_prompts and self._free_prompt_slots:
-                prompts.append(self._waiting_prompts[-1])
-            if not prompts:
-                break
-            prompt = max(prompts, key=self._priority)
-            if prompt not in self._prompt_slots:
-                self._prompt_slots[self._waiting_prompts.pop()] = self._free_prompt_slots.pop()
+            cached = [prompt for prompt in self._prompt_slots if self._started[prompt] < self.group]
+            if cached:
+                prompt = min(cached, key=self._started.__getitem__)
+            elif self._waiting_prompts and self._free_prompt_slots:
+                prompt = self._waiting_prompts.pop()
+                self._prompt_slots[prompt] = self._free_prompt_slots.pop()
                 loads.append(PromptLoad(prompt, self._prompt_slots[prompt]))
-            self.sequences[slot] = self._pending[prompt].pop()
+            else:
+                break
+            self.sequences[slot] = prompt * self.group + self._started[prompt]
+            self._started[prompt] += 1
             admissions.append(Admission(slot, self.sequences[slot], self._prompt_slots[prompt]))
         return loads, admissions
-
-    def _priority(self, prompt: int) -> tuple[int, bool, int]:
-        pending = self._pending[prompt]
-        return self._limits[pending[-1]], prompt in self._prompt_slots, len(pending)
 
     def compact(self, slots: int) -> list[int]:
         """Move the live sequences into the first of only `slots` slots. Returns the old slot of each new one (any idle

@@ -52,9 +52,9 @@ def waits(steps: list[np.ndarray]) -> list[int]:
     return between
 
 
-@pytest.mark.parametrize(("group", "limits"), [(1, [4, 4, 12, 4, 8, 8]), (2, [4, 16, 8, 4])])
+@pytest.mark.parametrize(("group", "limits"), [(1, [12, 4, 4, 4, 8, 8]), (2, [4, 16, 8, 4])])
 def test_no_slot_is_idle_where_limits_allow_it(policy, steps, group, limits):
-    """Limits in whole chunks, split evenly over two slots: every slot samples a token in every step."""
+    """Limits in whole chunks, whose order fills two slots evenly: every slot samples a token in every step."""
     progress, _ = run(policy, len(limits) // group, Sampling(16, num_generations=group), 2, limits)
     assert all(chunk.shape == (CHUNK, 2) and chunk.all() for chunk in steps)
     assert CHUNK * 2 * len(steps) == sum(limits) == progress.tokens

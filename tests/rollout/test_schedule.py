@@ -15,8 +15,7 @@ def test_random_ends_leave_nothing_out(prompts, group, slots, prompt_slots):
     compaction keeps every live sequence.
     """
     rng = np.random.default_rng(prompts * slots)
-    limits = rng.integers(1, 5, prompts * group).tolist()
-    schedule = Schedule(limits, group, slots, prompt_slots)
+    schedule = Schedule(prompts, group, slots, prompt_slots)
     prompt_slot_of, started, done = {}, [], [0] * prompts
     while True:
         loads, admissions = schedule.fill()
@@ -53,7 +52,7 @@ def test_random_ends_leave_nothing_out(prompts, group, slots, prompt_slots):
 
 def test_cached_prompts_come_before_new_ones():
     """Groups of three in four slots: the second group starts with the slot left over and continues as slots free up."""
-    schedule = Schedule([7] * 9, 3, 4, 2)
+    schedule = Schedule(3, 3, 4, 2)
     loads, admissions = schedule.fill()
     assert [load.prompt for load in loads] == [0, 1]
     assert [admission.sequence for admission in admissions] == [0, 1, 2, 3]
@@ -64,21 +63,3 @@ def test_cached_prompts_come_before_new_ones():
     loads, admissions = schedule.fill()
     assert [(load.prompt, load.prompt_slot) for load in loads] == [(2, 0)]
     assert [admission.sequence for admission in admissions] == [5, 6]
-
-
-def test_longest_limit_first():
-    """Groups of two with limits 3, 9; 8, 2; 9, 4; 5, 6 in two slots, by hand: while a prompt slot is free, a new
-    prompt's 9 comes before the 3 of a cached one.
-    """
-    schedule = Schedule([3, 9, 8, 2, 9, 4, 5, 6], 2, 2, 2)
-    started = []
-    while True:
-        loads, admissions = schedule.fill()
-        started.append(([load.prompt for load in loads], [admission.sequence for admission in admissions]))
-        if not schedule.live:
-            break
-        schedule.end([schedule.live[0]])
-    # Prompts 0 and 2 keep both prompt slots until one group is complete.
-    expected = [([0, 2], [1, 4]), ([], [5]), ([], [0]), ([1], [2])]
-    assert started[:4] == expected and started[-1] == ([], [])
-    assert sorted(row for _, rows in started for row in rows) == list(range(8))
