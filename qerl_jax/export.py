@@ -1,6 +1,6 @@
 """`python -m qerl_jax.export RUN OUT --as KIND`: a trained policy as a PEFT adapter, for vLLM, or as one model.
 
-All forms are written tensor by tensor, then read back and compared with the policy.
+All forms are written tensor by tensor.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import ml_dtypes
 import numpy as np
-from jax.typing import DTypeLike
 
 from qerl_jax import command
 from qerl_jax.atomic import atomic_directory
@@ -38,9 +36,8 @@ from qerl_jax.checkpoint.of_run import (
 )
 from qerl_jax.checkpoint.policy_tensors import dense_tensors, replaced
 from qerl_jax.checkpoint.quantize import write_quantized
-from qerl_jax.checkpoint.reader import WeightReader
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR
-from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors, open_checkpoint
+from qerl_jax.checkpoint.safetensors import Tensors, open_checkpoint
 from qerl_jax.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer, refuse_other_tokenizer
 from qerl_jax.checkpoint.write import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
 from qerl_jax.config import Config, ConfigError, flags
@@ -65,10 +62,9 @@ _OF_EVALUATION = {
     )
 }
 """Flags of an evaluation, and the fields of a run that they continue."""
-Progress = Callable[[str, int, int], None]
-"""Called with "write" or "check", and the numbers of tensors done and of all."""
+Progress = Callable[[int, int], None]
+"""Called with the numbers of tensors done and of all."""
 
-_UNSOUND = "{!r} was read back otherwise than it was to be written: is the disk sound?"
 _CARD = "README.md"  # the base's, which does not describe what was trained
 _QUANTIZATION_FILES = ("hf_quant_config.json", "recipe.yaml")  # ModelOpt's and llm-compressor's, besides config.json
 
@@ -81,9 +77,9 @@ def export(
     weight_format: str | None = None,
     overwrite: bool = False,
     say: Callable[[str], None] = lambda line: None,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> list[str]:
-    """Write a policy in one atomic step, after what was written was read back and compared with it.
+    """Write a policy in one atomic step.
 
     Args:
       directory: a run, or an adapter.
@@ -95,15 +91,14 @@ def export(
       weight_format: format into which the base was quantized while loading; None: the one of the training.
       overwrite: replace an earlier export.
       say: called with each line for people.
-      progress: called with a stage, and the numbers of layers or tensors done and of all.
+      progress: called with the numbers of tensors done and of all.
 
     Returns the commands that use it.
 
     Raises:
       ConfigError: another `kind`, nothing to export (`checkpoint.of_run.find_source`).
       FileExistsError: `out` exists, without `overwrite`; or it is or holds a source, or is no export.
-      CheckpointError: an adapter or tokenizer that is not the base's, a damaged file, or a tensor that was read back
-        otherwise than it was written; nothing is at `out` then.
+      CheckpointError: an adapter or tokenizer that is not the base's, or a damaged file; nothing is at `out` then.
     """
     if kind not in KINDS:
         raise ConfigError(f"--as {shown(kind)} is not one of {list(KINDS)}")
@@ -146,36 +141,17 @@ def _system_message(source: Source) -> str:
 
 def _write_merged(source: Source, reader: AdapterReader, directory: Path, progress: Progress) -> None:
     """The base with the adapter merged into it, in bf16."""
-
-    def merged(dtype: DTypeLike) -> Tensors:
-        dense = dense_tensors(source.base, source.weight_format, reader, dtype)
-        return replaced(dense, reader.norm_tensors(), dtype)
-
-    _write_model(source.base, directory, merged(ml_dtypes.bfloat16), progress)
-    check_written(open_checkpoint(directory), merged(np.float32), progress)
+    dense = dense_tensors(source.base, source.weight_format, reader)
+    _write_model(source.base, directory, replaced(dense, reader.norm_tensors(), ml_dtypes.bfloat16), progress)
 
 
 def _write_peft(source: Source, reader: AdapterReader, directory: Path) -> None:
     """The adapter with its norms, and the base's tokenizer."""
-    trained_on = trained_format(source.adapter)
-    _write_adapter(directory, source, reader, reader.norm_tensors(), source.base_model, trained_on)
+    tensors, trained_on = (reader.lora_tensors(), reader.norm_tensors()), trained_format(source.adapter)
+    write_adapter(directory, reader.config, *tensors, source.base_model, trained_on)
     for name in TOKENIZER_FILES:
         if (source.base / name).is_file():
             shutil.copyfile(source.base / name, directory / name)
-
-
-def _write_adapter(
-    directory: Path,
-    source: Source,
-    reader: AdapterReader,
-    norms: Mapping[str, np.ndarray],
-    base_model: str,
-    weight_format: str | None,
-) -> None:
-    """An adapter with these norms, read back. `weight_format`: of the base that it belongs to, where it is known."""
-    write_adapter(directory, reader.config, reader.lora_tensors(), norms, base_model, weight_format, source.base_model)
-    written = AdapterReader(directory, source.model)
-    check_written(written.lora_tensors() | written.norm_tensors(), reader.lora_tensors() | norms)
 
 
 def _write_vllm(source: Source, reader: AdapterReader, directory: Path, final: Path, progress: Progress) -> None:
@@ -186,8 +162,9 @@ def _write_vllm(source: Source, reader: AdapterReader, directory: Path, final: P
         (directory / BASE_PART).mkdir()
         _write_base(source, norms, directory / BASE_PART, progress)
         weight_format = loaded_format(directory / BASE_PART, None)
-    (directory / ADAPTER_PART).mkdir()
-    _write_adapter(directory / ADAPTER_PART, source, reader, {}, base_model, weight_format)
+    (part := directory / ADAPTER_PART).mkdir()
+    lora = reader.lora_tensors()
+    write_adapter(part, reader.config, lora, {}, base_model, weight_format, source.base_model)
 
 
 def _write_base(source: Source, norms: Mapping[str, np.ndarray], directory: Path, progress: Progress) -> None:
@@ -195,39 +172,13 @@ def _write_base(source: Source, norms: Mapping[str, np.ndarray], directory: Path
     if source.quantizes and source.weight_format != "nvfp4":  # other formats: their values, in bf16
         tensors = replaced(dense_tensors(source.base, source.weight_format), norms)
         _write_model(source.base, directory, tensors, progress)
+        return
+    tensors = replaced(open_checkpoint(source.base), norms)
+    config = hf_config.read_json(source.base / "config.json")
+    if source.quantizes:
+        write_quantized(source.base, directory, tensors, config, source.model, "nvfp4", progress, (_CARD,))
     else:
-        tensors = replaced(open_checkpoint(source.base), norms)
-        config = hf_config.read_json(source.base / "config.json")
-        if source.quantizes:
-
-            def written(done: int, total: int) -> None:
-                progress("write", done, total)
-
-            write_quantized(source.base, directory, tensors, config, source.model, "nvfp4", written, (_CARD,))
-        else:
-            _write_model(source.base, directory, tensors, progress, config, (_CARD,))
-    written = open_checkpoint(directory)
-    if source.quantizes and source.weight_format == "nvfp4":
-        _check_quantized(source, directory, progress)
-        check_written(written, {name: tensors[name] for name in tensors if name in written})
-    else:
-        check_written(written, tensors, progress)
-
-
-def _check_quantized(source: Source, directory: Path, progress: Progress) -> None:
-    """Raise CheckpointError unless every projection read back is the policy's: codes, scales and global scales."""
-
-    def reader(place: Path) -> WeightReader:
-        kind = hf_config.stored_quantization(place)
-        return WeightReader(open_checkpoint(place), source.model, kind, source.weight_format, np.float32, "xla")
-
-    written, wanted, layers = reader(directory), reader(source.base), source.model.num_layers
-    for layer in range(layers):
-        for spec in source.model.projections():
-            found, own = (jax.tree.leaves(of.read(spec, layer)) for of in (written, wanted))
-            if any(one.tobytes() != other.tobytes() for one, other in zip(found, own, strict=True)):
-                raise CheckpointError(_UNSOUND.format(spec.modules(layer)[0]))
-        progress("check", layer + 1, layers)
+        _write_model(source.base, directory, tensors, progress, config, (_CARD,))
 
 
 def _write_model(
@@ -243,24 +194,7 @@ def _write_model(
         config = hf_config.read_json(base / "config.json")
         config.pop("quantization_config", None)
         config |= dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"], "bfloat16")
-
-    def written(done: int) -> None:
-        progress("write", done, len(tensors))
-
-    write_checkpoint(base, directory, tensors, config, progress=written, leave_out=leave_out)
-
-
-def check_written(
-    written: Mapping[str, np.ndarray],
-    wanted: Mapping[str, np.ndarray],
-    progress: Progress = lambda stage, done, total: None,
-) -> None:
-    """Raise CheckpointError unless every tensor read back is the wanted one: its bits, or its fp32 value rounded."""
-    for done, (name, value) in enumerate(wanted.items(), 1):
-        found = written.get(name)
-        if found is None or found.tobytes() != value.astype(found.dtype).tobytes():
-            raise CheckpointError(_UNSOUND.format(name))
-        progress("check", done, len(wanted))
+    write_checkpoint(base, directory, tensors, config, progress=progress, leave_out=leave_out)
 
 
 def _commands(kind: str, source: Source, reader: AdapterReader | None, out: Path) -> list[str]:
@@ -353,14 +287,11 @@ def _run(argv: Sequence[str]) -> int:
     )
     from qerl_jax.reporting.progress import tensor_bar
 
-    stages = {"write": "writing tensors", "check": "reading them back"}
     with tensor_bar() as bar:
-        tasks: dict[str, Any] = {}
+        task = bar.add_task("writing tensors", visible=False)
 
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stages[stage])
-            bar.update(tasks[stage], completed=done, total=total)
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=True)
 
         use = export(
             Path(arguments.run),

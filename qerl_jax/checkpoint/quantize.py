@@ -132,6 +132,6 @@ def write_quantized(
         tensors,
         {**raw_config, "quantization_config": section},
         convert,
-        lambda done: progress(done, len(tensors)),
+        progress,
         leave_out,
     )

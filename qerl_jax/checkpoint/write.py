@@ -40,7 +40,7 @@ def write_checkpoint(
     tensors: Tensors,
     config: dict[str, Any],
     convert: Callable[[str], Mapping[str, np.ndarray]] | None = None,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     leave_out: Container[str] = (),
 ) -> None:
     """Write a checkpoint into an empty directory, shard by shard; memory holds the computed tensors of one shard.
@@ -51,7 +51,7 @@ def write_checkpoint(
       tensors: the source's tensors.
       config: the output's config.json.
       convert: the tensors that take the place of one of the source's, by name; None: that tensor alone.
-      progress: called with the number of the source's tensors done.
+      progress: called with the numbers of the source's tensors done and of all.
       leave_out: names of files that are not copied.
     """
     shards: dict[str, list[str]] = {}
@@ -62,7 +62,7 @@ def write_checkpoint(
         arrays: dict[str, np.ndarray] = {}
         for name in members:
             arrays |= {name: tensors[name]} if convert is None else convert(name)
-            progress(done := done + 1)
+            progress(done := done + 1, len(tensors))
         save(directory / shard, arrays)
         weight_map |= dict.fromkeys(arrays, shard)
         size += sum(array.nbytes for array in arrays.values())

@@ -3,7 +3,6 @@ bit.
 """
 
 import dataclasses
-import functools
 import json
 import re
 from pathlib import Path
@@ -22,11 +21,9 @@ from oracles import numpy_formats, torch_qwen2
 
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.adapter import adapter_tensors, export_adapter, norm_tensors
-from qerl_jax.checkpoint.adapter_reader import AdapterReader
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.checkpoint.of_run import find_source
 from qerl_jax.checkpoint.quantize import quantize_checkpoint
-from qerl_jax.export import _write_adapter, check_written, export
+from qerl_jax.export import export
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Policy
 
@@ -210,11 +207,11 @@ def test_vllm_base_keeps_quantized_shards(tmp_path):
     """Codes, scales and every other tensor stay bit for bit, in their shards; the norms are fp32."""
     quantize_checkpoint(small.bf16(tmp_path / "bf16", shards=2), tmp_path / "nvfp4")
     policy, out = trained(tmp_path / "nvfp4", ALL), tmp_path / "out"
-    told: list[tuple[str, int, int]] = []
+    told: list[tuple[int, int]] = []
     given = stored(policy, tmp_path / "adapter"), out, "vllm", str(tmp_path / "nvfp4")
     export(*given, progress=lambda *call: told.append(call))
     before, after = (st.open_checkpoint(folder) for folder in (tmp_path / "nvfp4", out / "base"))
-    assert told[-1] == ("check", len(after), len(after))
+    assert told[-1] == (len(after), len(after))
     assert set(before) == set(after) and len({after.file_of(name) for name in after}) == 2
     for name in before:
         assert after.file_of(name).name == before.file_of(name).name
@@ -226,9 +223,7 @@ def test_vllm_base_keeps_quantized_shards(tmp_path):
 
 
 def test_vllm_base_is_written_only_where_it_differs(tmp_path):
-    """A run that quantized its base while loading is served on that, one that trained LoRA alone on the original. A bit
-    that a disk turns before all is read back is found.
-    """
+    """A run that quantized its base while loading is served on that, one that trained LoRA alone on the original."""
     base = make(tmp_path / "base")
     adapter = stored(trained(base, ALL, norms=False), tmp_path / "adapter", norms=False)
     (use,) = export(adapter, tmp_path / "plain", "vllm", str(base))
@@ -239,20 +234,6 @@ def test_vllm_base_is_written_only_where_it_differs(tmp_path):
     ours, theirs = (st.open_checkpoint(folder) for folder in (tmp_path / "quantized/base", tmp_path / "expected"))
     assert set(ours) == set(theirs)
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
-    module = "model.layers.1.mlp.down_proj"
-
-    def turn_bit(suffix: str, stage: str, done: int, total: int) -> None:
-        if (stage, done) == ("check", 1):
-            file, _, place = st.open_checkpoint(tmp_path / ".damaged.writing/base").names[f"{module}.{suffix}"]
-            content = bytearray(file.read_bytes())
-            content[place] ^= 1
-            with file.open("r+b") as opened:
-                opened.write(content)
-
-    for suffix in ("weight_packed", "weight_scale", "weight_global_scale"):
-        with pytest.raises(st.CheckpointError, match=f"'{module}' was read back otherwise"):
-            given = adapter, tmp_path / "damaged", "vllm", str(base), "nvfp4"
-            export(*given, progress=functools.partial(turn_bit, suffix))
 
 
 def test_peft_loads_as_it_is(tmp_path):
@@ -267,9 +248,7 @@ def test_peft_loads_as_it_is(tmp_path):
 
 
 def test_an_imported_adapter_and_its_export_are_one(tmp_path):
-    """Dropout, alpha and A and B bit for bit, through the export as PEFT. It is read back: here another value is wanted
-    in the end than was given to the writer.
-    """
+    """Dropout, alpha and A and B bit for bit, through the export as PEFT."""
     base = make(tmp_path / "base")
     policy = trained(base, RANK_STABILIZED)
     policy = policy.replace(lora_config=dataclasses.replace(RANK_STABILIZED, dropout=0.1))
@@ -278,22 +257,3 @@ def test_an_imported_adapter_and_its_export_are_one(tmp_path):
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (adapter / name).read_bytes()
     assert fp32_policy(base, rank=1).config == policy.config
-    reader, source = AdapterReader(adapter, policy.config), find_source(adapter, str(base), None)
-    given = reader.lora_tensors()
-    looks = iter([given, given | {(name := max(given)): np.nextafter(given[name], np.float32(2))}])
-    reader.lora_tensors = lambda: next(looks)
-    (tmp_path / "again").mkdir()
-    with pytest.raises(st.CheckpointError, match=f"'{name}' was read back otherwise"):
-        _write_adapter(tmp_path / "again", source, reader, {}, "m", None)
-
-
-def test_a_file_that_does_not_hold_what_was_written_is_found():
-    """bf16 of fp32 rounds to nearest even; its neighbour, another shape or a missing tensor are not what was wanted."""
-    wanted = {"a": np.float32([1.00390625, 1.01171875, -3.0]), "b": np.uint8([1, 2])}  # halfway, down and up
-    right = {"a": np.asarray([1.0, 1.015625, -3.0], ml_dtypes.bfloat16), "b": np.uint8([1, 2])}
-    check_written(right, wanted)
-    neighbour = np.asarray([1.0078125, 1.015625, -3.0], ml_dtypes.bfloat16)
-    for wrong in ({"a": neighbour}, {"a": right["a"][:2]}, {"b": np.uint8([1, 3])}, {"b": None}):
-        written = {name: value for name, value in (right | wrong).items() if value is not None}
-        with pytest.raises(st.CheckpointError, match=f"'{next(iter(wrong))}' was read back otherwise"):
-            check_written(written, wanted)
