@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ TOKENIZER_FILES = (
 )
 _FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json", "chat_template.jinja")
 
-# Modules that warn of Mistral's pattern, in one or another version of transformers.
-_WARNING_LOGGERS = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
 _PROBE = "What is 17 times 23?"
 _importing = threading.Lock()
 
@@ -52,8 +48,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
         kind = _class_of(path)
 
     try:
-        with _without_mistral_warning():
-            tokenizer = kind.from_pretrained(str(path), local_files_only=True)
+        tokenizer = kind.from_pretrained(str(path), local_files_only=True)
         tokenizer(_PROBE)
         largest = max(tokenizer.get_vocab().values(), default=-1)
     except Exception as error:  # the tokenizers library raises bare Exceptions, transformers whatever it meets
@@ -105,25 +100,6 @@ def eos_id(directory: Path) -> int | None:
         ids = {entry["content"]: entry["id"] for entry in whole.get("added_tokens", [])} | read("added_tokens.json")
         return ids[token] if token in ids else {**read("vocab.json"), **whole["model"]["vocab"]}[token]
     return None
-
-
-@contextlib.contextmanager
-def _without_mistral_warning() -> Iterator[None]:
-    """Without transformers' warning of "an incorrect regex pattern", which is meant for tokenizers of Mistral. Versions
-    give it for any directory whose config.json does not say otherwise. Ids are those of the file's own pattern.
-    """
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "fix_mistral_regex" not in record.getMessage()
-
-    loggers = [logging.getLogger(name) for name in _WARNING_LOGGERS]
-    for logger in loggers:
-        logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_other)
 
 
 def _check_template(path: Path, tokenizer: Any) -> None:

@@ -295,7 +295,7 @@ def test_nothing_is_said_while_threads_load_a_sound_tokenizer_at_once(data, tmp_
     in a fresh process, of which a second thread used to find a half.
     """
     shutil.copytree(data / "qwen2.5_tokenizer", tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     command = [sys.executable, "-c", LOAD, str(tmp_path / "model")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS_")}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
