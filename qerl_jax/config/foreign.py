@@ -20,7 +20,7 @@ class Foreign:
     Attributes:
       origin: the programs that have it.
       fields: fields of `Config` with its meaning; none where nothing here has it.
-      note: how to convert it, or why there is none.
+      note: how to convert it, or why there is none; without one the value means the same.
       held: the values, in lower case, that ask for what holds here anyway; "*": any. So do None and an empty list or
         mapping, and where there is no field false and 0.
     """
@@ -88,7 +88,7 @@ FOREIGN: dict[str, Foreign] = {
         "LoRA is on; its settings are fields of Config",
         ("lora_rank", "lora_alpha", "lora_target_modules"),
     ),
-    "quantization_config": Foreign("TRL", ("weight_format",)),
+    "quantization_config": Foreign("TRL", ("weight_format",), "nf4, for example"),
     **_names("TRL", "processing_class tokenizer", "the tokenizer is that of the model's directory"),
     "reward_processing_classes": Foreign("TRL", ("reward_funcs",), "rewards are functions, not models"),
     "callbacks": Foreign("TRL", (), "train(config, on_step=…) calls a function after each step"),
@@ -117,7 +117,7 @@ FOREIGN: dict[str, Foreign] = {
     "bnb_4bit_quant_type": Foreign("TRL", ("weight_format",), "nf4, nvfp4 or mxfp4"),
     "bnb_4bit_quant_storage": Foreign("TRL", (), "codes are packed as bytes", "uint8"),
     "use_bnb_nested_quant": Foreign("TRL", (), "a double-quantized checkpoint loads; block maxima are fp32 in memory"),
-    "use_quantization": Foreign("QeRL", ("weight_format",), "", "false"),
+    "use_quantization": Foreign("QeRL", ("weight_format",), "nvfp4, for example", "false"),
     "attn_implementation": Foreign("TRL", (), "attention is this package's own on every device"),
     "router_aux_loss_coef": Foreign("TRL", (), "no mixture of experts is implemented"),
     "disable_dropout": Foreign("TRL", held=_ANY),
@@ -241,7 +241,7 @@ FOREIGN: dict[str, Foreign] = {
         "no false 0",
     ),
     "random_state": Foreign("Unsloth, QeRL", ("seed",), "without effect in QeRL"),
-    "data_seed": Foreign("TRL", ("seed",)),
+    "data_seed": Foreign("TRL", ("seed",), "one seed for all"),
     **_names(
         "TRL",
         "num_completions_to_print log_unique_prompts log_completions_hub_repo wandb_log_unique_prompts",
@@ -321,16 +321,10 @@ FOREIGN: dict[str, Foreign] = {
         "TRL", ("reward_weights",), "rewards are summed, then normalized", "sum_then_normalize"
     ),
     "vllm_importance_sampling_correction": Foreign("TRL", ("importance_sampling_cap",), "None is False"),
-    **_names(
-        "TRL",
-        "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
-        "the same number",
-        ("importance_sampling_cap",),
-    ),
-    "vllm_importance_sampling_clip_min": Foreign("TRL", ("importance_sampling_floor",), "the same number"),
-    "vllm_importance_sampling_mode": Foreign(
-        "TRL", ("importance_sampling_mode",), "token_truncate by default, TRL: sequence_mask"
-    ),
+    "vllm_importance_sampling_cap": Foreign("TRL", ("importance_sampling_cap",)),
+    "vllm_importance_sampling_clip_max": Foreign("TRL", ("importance_sampling_cap",)),
+    "vllm_importance_sampling_clip_min": Foreign("TRL", ("importance_sampling_floor",)),
+    "vllm_importance_sampling_mode": Foreign("TRL", ("importance_sampling_mode",)),
     "off_policy_mask_threshold": Foreign("TRL", (), "no sequence is masked for its KL"),
     # noise
     "noise_scheduler": Foreign(

@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
-from qerl_jax import messages
 from qerl_jax.config.fields import PROMPT_LENGTH, Config, descriptions
 from qerl_jax.config.files import read_yaml, to_mapping
 from qerl_jax.config.foreign import FOREIGN, is_off
 from qerl_jax.config.values import ConfigError, coerce
 from qerl_jax.data.files import FILE_KINDS
 from qerl_jax.data.presets import PRESETS
+from qerl_jax.messages import shown
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS, NOT_PASSED
 
 DEFAULTS: dict[str, Any] = {
@@ -46,17 +46,10 @@ _NEAREST = {
 }
 """TRL's own rewards: the same here, and similar."""
 _RENAMED = {
-    "model_name_or_path": "model",
-    "lora_r": "lora_rank",
-    "per_device_eval_batch_size": "eval_batch_size",
-    "num_generations_eval": "eval_num_generations",
-    "overwrite_output_dir": "overwrite",
-    "vllm_importance_sampling_cap": "importance_sampling_cap",
-    "vllm_importance_sampling_clip_max": "importance_sampling_cap",
-    "vllm_importance_sampling_clip_min": "importance_sampling_floor",
-    "vllm_importance_sampling_mode": "importance_sampling_mode",
+    name: entry.fields[0]
+    for name, entry in FOREIGN.items()
+    if "TRL" in entry.origin and len(entry.fields) == 1 and not entry.note
 }
-"""Names whose value means the same here."""
 _OF_DATASETS = {"name": "a preset has its own", "fraction": "see dataset_weights"}
 _UNSET = {"dataset": "left out, it is gsm8k", "reward_funcs": "left out, they are those of the dataset"}
 
@@ -92,7 +85,7 @@ def translate(given: Mapping[str, Any], beside: Path = Path()) -> tuple[dict[str
         values["generation_kwargs"] = {name: value for name, value in sampling.items() if name not in values}
     fields = _model(values, left_out) | _data(values, left_out, beside) | _optimization(values, left_out)
     for name, value in values.items():
-        field, said = _RENAMED.get(name, name), f"{name} {shown(value)}{'' if name in given else ' (by default)'}"
+        field, said = _RENAMED.get(name, name), f"{name} {_written(value)}{'' if name in given else ' (by default)'}"
         if field in descriptions():
             fields[field] = value
         elif name not in FOREIGN:
@@ -112,7 +105,7 @@ def _model(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     if not is_bf16:
         fields["dtype"] = dtype
     elif dtype not in ("float32", "bfloat16", "auto"):
-        left_out.append(f"{named} {shown(dtype)}: bf16 is on, which is dtype bfloat16")
+        left_out.append(f"{named} {_written(dtype)}: bf16 is on, which is dtype bfloat16")
     if values.pop("use_peft", False):
         values |= {name: value for name, value in _LORA.items() if name not in values}
         if values.pop("load_in_4bit", False):
@@ -121,7 +114,7 @@ def _model(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
         left_out.append("use_peft False: TRL then trains all weights; here adapters, with a larger learning_rate")
         for name in (*_LORA, "use_rslora", "lora_modules_to_save", "load_in_4bit", "bnb_4bit_quant_type"):
             if name in values:
-                left_out.append(f"{name} {shown(values.pop(name))}: needs use_peft")
+                left_out.append(f"{name} {_written(values.pop(name))}: needs use_peft")
     return fields
 
 
@@ -149,7 +142,7 @@ def _data(values: dict[str, Any], left_out: list[str], beside: Path) -> dict[str
     if evaluated != "no" and len(datasets) == 1 and "test" in getattr(PRESETS.get(datasets[0]), "splits", ()):
         fields["eval_dataset"] = datasets[0]
     elif evaluated != "no":
-        left_out.append(f"eval_strategy {shown(evaluated)}: name eval_dataset, evaluated before and after training")
+        left_out.append(f"eval_strategy {_written(evaluated)}: name eval_dataset, evaluated before and after training")
     weights = values.pop("reward_weights", None)
     shares = ["1"] * len(names) if weights is None else _listed(weights)
     if weights is not None and not names:
@@ -166,7 +159,9 @@ def _data(values: dict[str, Any], left_out: list[str], beside: Path) -> dict[str
                 left_out.append(f"columns that {here} asks for: there is no {file} here; {advice}")
         else:
             nearest = f"; the nearest is {_NEAREST[name]}" if name in _NEAREST else ""
-            left_out.append(f"reward_funcs {shown(name)}, of weight {weight}: no built-in reward is the same{nearest}")
+            left_out.append(
+                f"reward_funcs {_written(name)}, of weight {weight}: no built-in reward is the same{nearest}"
+            )
     if rewards:
         fields |= {"reward_funcs": list(rewards), "reward_weights": list(rewards.values())}
     services = _listed(values.pop("report_to", "none"))
@@ -179,13 +174,13 @@ def _data(values: dict[str, Any], left_out: list[str], beside: Path) -> dict[str
     return fields
 
 
-def shown(value: Any) -> str:
+def _written(value: Any) -> str:
     """As in a message, but numbers, which a file gives as texts, as they are written."""
     try:
         float(value)
         return str(value)
     except (TypeError, ValueError):
-        return messages.shown(value)
+        return shown(value)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -220,7 +215,7 @@ def _datasets(values: dict[str, Any], left_out: list[str], beside: Path) -> list
     entries, name, found = values.pop("datasets", None), values.pop("dataset_name", None), []
     presets = {preset.hub_id.lower(): name for name, preset in reversed(PRESETS.items())}
     if entries and name is not None:
-        left_out.append(f"dataset_name {shown(name)}: TRL reads datasets in its place")
+        left_out.append(f"dataset_name {_written(name)}: TRL reads datasets in its place")
     key, entries = ("datasets", _listed(entries)) if entries else ("dataset_name", [name] if name is not None else [])
     for entry in entries:
         entry = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
@@ -232,15 +227,15 @@ def _datasets(values: dict[str, Any], left_out: list[str], beside: Path) -> list
                 continue
             if _is_path(one, beside):
                 folders = " and ".join(dict.fromkeys((str(Path.cwd()), str(beside.absolute()))))
-                raise ConfigError(f"{key} {shown(one)}: there is no such file or directory, looked for in {folders}")
+                raise ConfigError(f"{key} {_written(one)}: there is no such file or directory, looked for in {folders}")
             found.append(one)
             left_out.append(
-                f"{key} {shown(one)}: no preset, so that a run refuses it: name a file as dataset, which "
+                f"{key} {_written(one)}: no preset, so that a run refuses it: name a file as dataset, which "
                 "datasets.load_dataset(…).to_json(FILE) writes, or give records to train(train_dataset=…)"
             )
         others = entry | ({} if split in ("train", None) else {"split": split})
         left_out += [
-            f"{field} {shown(value)} of datasets: {_OF_DATASETS.get(field, 'no field has its meaning')}"
+            f"{field} {_written(value)} of datasets: {_OF_DATASETS.get(field, 'no field has its meaning')}"
             for field, value in others.items()
             if field != "columns" and value is not None
         ]
@@ -300,7 +295,7 @@ def _optimization(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]
             "or what max_completion_length leaves of the model's max_position_embeddings"
         )
     if (share := values.pop("vllm_gpu_memory_utilization", None)) is not None:
-        left_out.append(f"vllm_gpu_memory_utilization {shown(share)}: needs rollout_backend vllm")
+        left_out.append(f"vllm_gpu_memory_utilization {_written(share)}: needs rollout_backend vllm")
     if values.get("use_vllm") and values.pop("vllm_importance_sampling_correction", True):
         if "vllm_importance_sampling_cap" in values:  # the earlier name
             values.setdefault("vllm_importance_sampling_clip_max", values.pop("vllm_importance_sampling_cap"))
@@ -308,7 +303,7 @@ def _optimization(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]
     else:
         for name in [name for name, field in _RENAMED.items() if field.startswith("importance_sampling_")]:
             if name in values:
-                left_out.append(f"{name} {shown(values.pop(name))}: TRL corrects for vLLM alone, if at all")
+                left_out.append(f"{name} {_written(values.pop(name))}: TRL corrects for vLLM alone, if at all")
         fields["importance_sampling_cap"] = None  # TRL takes the sampler for the trainer's policy then
     return fields | _schedule(values, left_out)
 
