@@ -49,7 +49,6 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
       CheckpointError: a tensor (also one of `modules_to_save`) is missing, unknown, misshapen or not finite.
     """
     source = open_adapter(directory, policy.config, policy.lora_config)
-    ours = dataclasses.replace(policy.lora_config, dropout=source.config.dropout)
 
     def lora(layer: int, part: str, old: Lora) -> Lora:
         a, b = source.lora(layer, part)
@@ -61,15 +60,15 @@ def import_adapter(policy: Policy, directory: Path) -> Policy:
 
     adapters, norms = map_layers(lora, policy.lora), map_layers(norm, policy.norms)
     base = policy.norms if policy.base_norms is None and source.has_norms else policy.base_norms
+    ours = dataclasses.replace(policy.lora_config, dropout=source.config.dropout)
     return policy.replace(lora=adapters, norms=norms, base_norms=base, lora_config=ours)
 
 
 def open_adapter(directory: Path, model: ModelConfig, lora: LoraConfig) -> AdapterReader:
     """The adapter of a directory for a policy of these shapes, no value read. Raises as `import_adapter`."""
     source = AdapterReader(directory, model)
-    ours = dataclasses.replace(lora, dropout=source.config.dropout)
-    if _shape(ours) != _shape(source.config):
-        raise ValueError(f"{directory / CONFIG_FILE} describes {source.config}, the policy was asked for {ours}")
+    if _shape(lora) != _shape(source.config):
+        raise ValueError(f"{directory / CONFIG_FILE} describes {source.config}, the policy was asked for {lora}")
     return source
 
 

@@ -354,7 +354,8 @@ def load_problems(config: Config, tokenizer: Any, console: Console) -> tuple[Pro
         say(console, note)
     if (column := config.order_column) is not None:
         values = [item.problem.extra[column] for items in sets for item in items]
-        if check_sortable(column, values) == "text":
+        check_sortable(column, values)
+        if isinstance(values[0], str):
             found = sorted(set(values))
             listed = ", ".join(map(shown, found[:5])) + (", …" if len(found) > 5 else "")
             say(console, f"data_order {column}: its values are texts, in the order {listed}; numbers (1, 2) go by size")
@@ -379,20 +380,16 @@ def say_left_out(config: Config, problems: int, console: Console) -> None:
         say(console, f"data_order {config.data_order}: the {problems} problems begin anew in step {again}")
 
 
-def check_sortable(column: str, values: Iterable[Any]) -> str:
-    """Which of the two kinds of values that have an order a column holds, "number" or "text". Raises DataError for
-    others, and for a mixture.
-    """
-    kinds = {
-        "text"
-        if isinstance(value, str)
-        else "number"
-        if isinstance(value, int | float) and value == value
-        else type(value).__name__
-        for value in values
-    }
+def check_sortable(column: str, values: Iterable[Any]) -> None:
+    """Raise DataError unless a column holds numbers alone, or texts alone."""
+
+    def kind(value: Any) -> str:
+        if isinstance(value, str):
+            return "text"
+        return "number" if isinstance(value, int | float) and value == value else type(value).__name__
+
+    kinds = set(map(kind, values))
     if kinds not in ({"number"}, {"text"}):
         raise DataError(
             f"data_order {column!r}: the column holds {' and '.join(sorted(kinds))}, which cannot be sorted"
         )
-    return kinds.pop()
