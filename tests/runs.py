@@ -148,7 +148,6 @@ def final_arrays(directory: Path) -> dict[str, np.ndarray]:
     resolved = run_config(directory)
     checkpoints = Checkpointer(directory, 2)
     state = checkpoints.restore(init_state(load(resolved), resolved))
-    checkpoints.close()
     import jax
 
     return {

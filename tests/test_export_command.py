@@ -56,7 +56,6 @@ def make_run(
             moved = with_norm_offsets(moved, step).replace(base_norms=policy.norms if imports_norms else None)
         state = init_state(moved, config)
         checkpoints.save(state.replace(step=jnp.int32(step)))
-    checkpoints.close()
     export_trained(moved, state, place / "exported")
     return run, config
 

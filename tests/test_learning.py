@@ -95,7 +95,6 @@ def test_the_exported_adapter_is_the_checkpoint_and_beats_the_first_policy(learn
     checkpoints = Checkpointer(directory, 2)
     resolved = runs.run_config(directory)
     state = checkpoints.restore(init_state(prepare.load(resolved), resolved))
-    checkpoints.close()
     assert int(state.step) == STEPS
     assert_trees_equal(exported.lora, state.lora)
     problems = prepare.load_problems(config, exported.tokenizer, Console(quiet=True))[1]

@@ -1,20 +1,19 @@
 """Checkpoints with orbax: atomic, the newest few kept, bit-exact.
 
 A checkpoint is `checkpoints/STEP/`: the arrays of a `TrainState` by their path in the tree, as orbax writes them, and
-`manifest.json`, written last: the config, fingerprints of the run's inputs, every array's dtype and shape. Without it a
-checkpoint is incomplete and as good as absent.
+`manifest.json`: the config, fingerprints of the run's inputs, every array's dtype and shape. It appears whole, and its
+manifest is the first thing that goes: a directory without one is no checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.atomic import one_line, write_json
+from qerl_jax.atomic import atomic_directory, one_line, write_json
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINTS_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.config import Config, ConfigError, differences, to_mapping
@@ -30,6 +29,7 @@ from qerl_jax.types import TrainState
 
 MANIFEST_FILE = "manifest.json"
 _MANIFEST = ("config", "inputs", "arrays")
+_ARRAYS_DIR = "state"
 
 
 class Checkpointer:
@@ -45,40 +45,17 @@ class Checkpointer:
     def __init__(self, directory: str | Path, keep: int | None, inputs: Mapping[str, str] = MappingProxyType({})):
         self.inputs = dict(inputs)
         self.directory = (Path(directory) / CHECKPOINTS_DIR).absolute()
-        self._keep = keep  # not orbax's max_to_keep: that deletes the old one before the new one has its manifest
+        self._keep = keep
         if keep is not None:
             self.directory.mkdir(parents=True, exist_ok=True)
 
-    @functools.cached_property
-    def _manager(self) -> Any:
-        """orbax's, made when there is a checkpoint to read or to write: step 1 does not wait for its import."""
-        import orbax.checkpoint as ocp
-
-        own = jax.process_index()
-        with _quiet():  # absl warns of a setting that read_only implies
-            options = ocp.CheckpointManagerOptions(
-                enable_async_checkpointing=False,
-                cleanup_tmp_directories=self._keep is not None,
-                create=False,
-                read_only=self._keep is None,
-                # Of several processes, one writes and each reads for itself.
-                multiprocessing_options=ocp.options.MultiprocessingOptions(
-                    primary_host=own, active_processes={own}, barrier_sync_key_prefix=str(own)
-                ),
-            )
-            return ocp.CheckpointManager(self.directory, options=options)
-
     def latest_step(self) -> int | None:
-        """Step of the newest complete checkpoint; None without one."""
-        return max(self._complete(), default=None)
-
-    def incomplete_steps(self) -> list[int]:
-        """Steps whose manifest is missing: a kill came before it was written, or someone took it away."""
-        return sorted(set(self._steps()) - set(self._complete()))
+        """Step of the newest checkpoint; None without one."""
+        return max(_steps(self.directory), default=None)
 
     def save(self, state: TrainState) -> None:
-        """Write the state at its step, also over an incomplete one; a complete one that is already there is left alone.
-        Those beyond the limit go when the new one is complete.
+        """Write the state at its step; a checkpoint that is already there is left alone. Those beyond the limit go when
+        the new one is there.
 
         Raises OSError naming the directory if it cannot be written, on a full disk for one; what was written of it is
         removed, and the checkpoints before it are as they were.
@@ -86,12 +63,12 @@ class Checkpointer:
         import orbax.checkpoint as ocp
 
         step = int(state.step)
-        if step in self._complete():
+        if step in _steps(self.directory):
             return
-        self.directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         arrays, path = _flatten(state), self.directory / str(step)
         earlier = self.latest_step()
         kept = "there is no earlier one" if earlier is None else f"the one of step {earlier} is there to resume from"
+        self.directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         needed, free = sum(leaf.nbytes for leaf in arrays.values()), shutil.disk_usage(self.directory).free
         if free < needed:
             raise OSError(
@@ -100,17 +77,14 @@ class Checkpointer:
         failure = ""
         with _quiet():
             try:
-                if step in self.incomplete_steps():
-                    self._manager.delete(step)
-                arguments = ocp.args.Composite(state=ocp.args.StandardSave(jax.device_get(arrays)))
-                self._manager.save(step, args=arguments, force=True)
-                self._manager.wait_until_finished()
-                values = to_mapping(state.config), self.inputs, _shapes(arrays)
-                write_json(path / MANIFEST_FILE, dict(zip(_MANIFEST, values, strict=True)))
+                with atomic_directory(path) as temporary:
+                    with _orbax() as orbax:
+                        orbax.save(temporary / _ARRAYS_DIR, args=ocp.args.PyTreeSave(jax.device_get(arrays)))
+                    values = to_mapping(state.config), self.inputs, _shapes(arrays)
+                    write_json(temporary / MANIFEST_FILE, dict(zip(_MANIFEST, values, strict=True)))
             except Exception as error:  # orbax and tensorstore raise what they meet, a ValueError for a full disk
                 failure = one_line(error)
             if failure:
-                self._remove(step)
                 gc.collect()  # here, because the failed tasks of orbax print their traces when they are collected
         if failure:
             raise OSError(f"checkpoint {path} cannot be written: {failure}; {kept}")
@@ -125,11 +99,9 @@ class Checkpointer:
             the run's last; names the fields with both values.
           CheckpointError: it cannot be read, or its arrays are not the state's.
         """
-        import orbax.checkpoint as ocp
-
         step = self.latest_step() if step is None else step
         if step is None:
-            raise FileNotFoundError(f"{self.directory} holds no complete checkpoint")
+            raise FileNotFoundError(f"{self.directory} holds no checkpoint")
         path, target = self.directory / str(step), _flatten(state)
         manifest = self._read_manifest(step)
         _refuse_other(path, state.config, manifest["config"])
@@ -140,9 +112,7 @@ class Checkpointer:
         if not state.config.allow_changed_inputs:
             self._check_inputs(path, manifest["inputs"])
         _check_arrays(path, manifest["arrays"], _shapes(target), self._remedy(step))
-        on_host = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in target.items()}
-        composite = ocp.args.Composite(state=ocp.args.StandardRestore(on_host))
-        restored = self._orbax(step, lambda: self._manager.restore(step, args=composite))["state"]
+        restored = self.read(step)
         leaves, treedef = jax.tree.flatten(state)
         placed = [jax.device_put(restored[name], leaf.sharding) for name, leaf in zip(target, leaves, strict=True)]
         return jax.tree.unflatten(treedef, placed)
@@ -151,7 +121,7 @@ class Checkpointer:
         """`max_steps` of the run when the checkpoint was saved."""
         return self._read_manifest(step)["config"]["max_steps"]
 
-    def read(self, step: int, prefixes: tuple[str, ...]) -> dict[str, np.ndarray]:
+    def read(self, step: int, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]:
         """Arrays of a checkpoint by path, those whose path begins with one of `prefixes`. Raises CheckpointError as
         `restore` does.
         """
@@ -165,41 +135,23 @@ class Checkpointer:
         }
         types = dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray))
         arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=types, partial_restore=True)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            return self._orbax(step, lambda: reader.restore(path / "state", args=arguments)) if wanted else {}
-
-    def close(self) -> None:
-        """Finish pending writes, and deletions that a kill interrupted."""
-        self._prune()
-        if "_manager" in vars(self):
-            self._manager.close()
+        failure = ""
+        with _quiet():
+            try:
+                with _orbax() as orbax:
+                    return orbax.restore(path / _ARRAYS_DIR, args=arguments) if wanted else {}
+            except Exception as error:  # of a damaged one, or of another version
+                failure = one_line(error)
+            gc.collect()  # as in `save`
+        raise CheckpointError(f"{path} cannot be restored: {failure}; {self._remedy(step)}")
 
     def _prune(self) -> None:
-        """Delete what is older than the newest few complete checkpoints, each one's manifest first: a kill in between
-        leaves an incomplete one.
-        """
-        newest = sorted(self._complete())[-self._keep :] if self._keep else []
-        for step in [step for step in self._steps() if newest and step < newest[0]]:
-            (self.directory / str(step) / MANIFEST_FILE).unlink(missing_ok=True)
-            self._manager.delete(step)
-
-    def _remove(self, step: int) -> None:
-        """Remove what a failed save left, until nothing comes after: orbax raises while others of its threads write."""
-        settled = 0
-        for _ in range(100):
-            rests = [rest for rest in (self.directory / str(step), *self.directory.glob(f"{step}.*")) if rest.exists()]
-            for rest in rests:
-                shutil.rmtree(rest, ignore_errors=True)
-            settled = 0 if rests else settled + 1
-            if settled == 5:
-                return
-            time.sleep(0.1)
-
-    def _steps(self) -> list[int]:
-        return self._manager.all_steps() if any(self.directory.glob("*")) else []
-
-    def _complete(self) -> list[int]:
-        return [step for step in self._steps() if (self.directory / str(step) / MANIFEST_FILE).exists()]
+        """Delete what a killed process left, and what is older than the newest few checkpoints, the manifest first."""
+        newest = sorted(_steps(self.directory))[-self._keep :]
+        for path in self.directory.iterdir():
+            if path.name.startswith(".") or (path.name.isdecimal() and int(path.name) < newest[0]):
+                (path / MANIFEST_FILE).unlink(missing_ok=True)
+                shutil.rmtree(path)
 
     def _read_manifest(self, step: int) -> dict[str, Any]:
         path = self.directory / str(step) / MANIFEST_FILE
@@ -212,7 +164,7 @@ class Checkpointer:
         return manifest
 
     def _remedy(self, step: int) -> str:
-        earlier = [other for other in self._complete() if other < step]
+        earlier = [other for other in _steps(self.directory) if other < step]
         instead = f"resume from step {max(earlier)}" if earlier else "start from the beginning"
         return f"delete {self.directory / str(step)} to {instead}"
 
@@ -224,23 +176,35 @@ class Checkpointer:
                     f"{now[:12]}…): put it back, or resume with --allow-changed-inputs"
                 )
 
-    def _orbax(self, step: int, read: Callable[[], Any]) -> Any:
-        """What orbax reads of a checkpoint. What it raises of a damaged one, or of another version, is one line."""
-        failure = ""
-        with _quiet():
-            try:
-                return read()
-            except Exception as error:
-                failure = one_line(error)
-            time.sleep(0.5)  # others of its threads still call the event loop, which is closed
-            gc.collect()  # as in `save`
-        raise CheckpointError(f"{self.directory / str(step)} cannot be restored: {failure}; {self._remedy(step)}")
-
 
 def latest_step(directory: Path) -> int | None:
-    """Step of the newest complete checkpoint of a run directory, found without opening any; None without one."""
-    manifests = (directory / CHECKPOINTS_DIR).glob(f"*/{MANIFEST_FILE}")
-    return max((int(path.parent.name) for path in manifests if path.parent.name.isdecimal()), default=None)
+    """Step of the newest checkpoint of a run directory, found without opening any; None without one."""
+    return max(_steps(directory / CHECKPOINTS_DIR), default=None)
+
+
+def _steps(checkpoints: Path) -> list[int]:
+    manifests = checkpoints.glob(f"*/{MANIFEST_FILE}")
+    return [int(path.parent.name) for path in manifests if path.parent.name.isdecimal()]
+
+
+@contextlib.contextmanager
+def _orbax() -> Iterator[Any]:
+    """What writes and reads arrays. Of several processes one writes, and each reads for itself. Behind an error others
+    of its threads go on for a moment, and write, or call an event loop that is closed by then.
+    """
+    import orbax.checkpoint as ocp
+
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=str(own)
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+        try:
+            yield checkpointer
+        except Exception:
+            time.sleep(0.5)
+            raise
 
 
 def refuse_changed(config: Config) -> None:
@@ -264,7 +228,7 @@ def _refuse_other(path: Path, config: Config, saved: Any) -> None:
 
 
 def saved_inputs(directory: Path) -> dict[str, str]:
-    """What the newest complete checkpoint of a run directory keeps of its inputs; nothing where there is none, or its
+    """What the newest checkpoint of a run directory keeps of its inputs; nothing where there is none, or its
     manifest cannot be read, which `Checkpointer.restore` says.
     """
     with contextlib.suppress(CheckpointError):

@@ -109,8 +109,6 @@ def restore(config: Config, checkpoints: Checkpointer, state: TrainState, consol
     """The newest checkpoint under `resume`; else `state`."""
     if config.resume == "never":
         return state
-    for step in checkpoints.incomplete_steps():
-        say(console, f"{checkpoints.directory / str(step)} is incomplete and ignored: it has no manifest")
     if checkpoints.latest_step() is None:
         say(console, f"no checkpoint to resume in {config.output_dir}: starting from the beginning")
         return state
@@ -140,8 +138,6 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     print the summary.
     """
     config, directory, console, last = run.config, run.directory, run.console, int(state.step)
-    if recorder.checkpoints:
-        recorder.checkpoints.close()
     is_done = last == config.num_rollouts
     if recorder.checkpoints and is_done:
         export_trained(run.policy, state, directory / ADAPTER_DIR)

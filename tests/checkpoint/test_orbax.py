@@ -62,7 +62,6 @@ def saved(state, tmp_path_factory) -> Path:
     checkpoints = Checkpointer(directory, 3)
     for step in (1, 2):
         checkpoints.save(at(state, step))
-    checkpoints.close()
     return directory
 
 
@@ -75,11 +74,11 @@ def test_a_run_resumes_from_the_whole_state(state, saved, tmp_path):
     config = dataclasses.replace(state.config, output_dir=str(directory), resume="auto")
     checkpoints = Checkpointer(directory, 3)
     assert_same(lifecycle.restore(config, checkpoints, state, Console(quiet=True)), at(state, 2))
-    checkpoints.close()
 
 
 def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
-    (tmp_path / "checkpoints" / "7").mkdir(parents=True)  # incomplete, and newer
+    (tmp_path / "checkpoints" / ".6.writing").mkdir(parents=True)  # of a process that was killed
+    (tmp_path / "checkpoints" / "7").mkdir()  # without a manifest, and newer
     checkpoints = Checkpointer(tmp_path, 2)
     for step in (1, 2, 3):
         checkpoints.save(at(state, step))
@@ -133,7 +132,7 @@ def test_the_way_on_from_a_damaged_checkpoint_is_the_newest_before_it(state, sav
     "damage", ["cut", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("removed", "emptied"))]
 )
 def test_a_torn_checkpoint_is_refused_in_one_line_or_restored_as_saved(state, saved, tmp_path, damage, capfd):
-    """Each file in turn. Without its manifest the checkpoint is incomplete: the one before it counts."""
+    """Each file in turn. Without its manifest it is no checkpoint: the one before it counts."""
     newest, refused = tmp_path / "checkpoints" / "2", 0
     states = {step: at(state, step) for step in (1, 2)}
     files = [path.relative_to(saved) for path in (saved / "checkpoints" / "2").rglob("*") if path.is_file()]
@@ -146,7 +145,7 @@ def test_a_torn_checkpoint_is_refused_in_one_line_or_restored_as_saved(state, sa
             path.unlink()
         checkpoints = Checkpointer(tmp_path, 3)
         expected = 1 if damage == "removed" and file.name == MANIFEST_FILE else 2
-        assert checkpoints.incomplete_steps() == ([] if expected == 2 else [2])
+        assert checkpoints.latest_step() == expected
         try:
             assert_same(checkpoints.restore(state), states[expected])
         except CheckpointError as error:
@@ -191,19 +190,19 @@ def test_a_save_that_fails_says_where_and_leaves_the_earlier_ones(state, saved, 
     assert "Traceback" not in output.err + output.out
 
 
-def test_a_kill_before_the_manifest_leaves_the_one_checkpoint_to_keep(state, saved, tmp_path):
+def test_a_checkpoint_without_manifest_is_written_again(state, saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     Checkpointer(tmp_path, 3).save(at(state, 3))
     (tmp_path / "checkpoints" / "3" / MANIFEST_FILE).unlink()
     again = Checkpointer(tmp_path, 1)
-    assert again.incomplete_steps() == [3]
+    assert again.latest_step() == 2
     assert_same(again.restore(state), at(state, 2))
     again.save(at(state, 3))
     assert [path.name for path in again.directory.iterdir()] == ["3"]
 
 
 def test_an_end_while_an_old_checkpoint_is_deleted(state, saved, tmp_path):
-    """Half deleted it is incomplete, and goes when the run ends. A link to it cannot be deleted."""
+    """Half deleted it is none, and goes with the next that is saved. A link to it cannot be deleted."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     old, elsewhere = tmp_path / "checkpoints" / "1", tmp_path / "old"
     old.rename(elsewhere)
@@ -213,9 +212,9 @@ def test_an_end_while_an_old_checkpoint_is_deleted(state, saved, tmp_path):
     old.unlink()
     elsewhere.rename(old)
     again = Checkpointer(tmp_path, 2)
-    assert again.incomplete_steps() == [1] and again.latest_step() == 3
-    again.close()
-    assert sorted(path.name for path in again.directory.iterdir()) == ["2", "3"]
+    assert again.latest_step() == 3
+    again.save(at(state, 4))
+    assert sorted(path.name for path in again.directory.iterdir()) == ["3", "4"]
 
 
 def test_a_disk_too_small_is_noticed_before_writing(state, tmp_path):

@@ -166,7 +166,6 @@ def restored(state: Any, *others: Any) -> float:
     with tempfile.TemporaryDirectory() as directory:
         checkpoints = Checkpointer(directory, 1)
         checkpoints.save(state)
-        checkpoints.close()
         return max(difference(whole_of(Checkpointer(directory, None).restore(own)), whole_of(state)) for own in others)
 
 

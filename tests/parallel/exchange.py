@@ -53,7 +53,6 @@ def restored(replicas: Replicas) -> list[float]:
     if replicas.is_first:
         checkpoints = Checkpointer(os.environ["PLACE"], 1)
         checkpoints.save(state)
-        checkpoints.close()
     replicas.agree()
     found = Checkpointer(os.environ["PLACE"], None).restore(state)
     return np.asarray(found.norms["layers"][0]["norm"]["weight"]).tolist()
