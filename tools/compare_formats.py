@@ -30,14 +30,12 @@ from record import ROOT, add_commit, write_rows
 from qerl_jax import LoraConfig, Policy, Sampling, generate, keys, load_policy
 from qerl_jax.data.problems import load_dataset
 from qerl_jax.data.prompts import encode
-from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import WEIGHT_FORMATS, Dense, Weight, format_of
 from qerl_jax.rl.logprobs import policy_logits
 from qerl_jax.types import Rollout
 
 PROMPTS, NEW_TOKENS = 64, 128
 RANDOM_PROMPT_LENGTH = 16
-BLOCKS = (("self_attn", "qkv_proj"), ("self_attn", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj"))
 logits_of = jax.jit(policy_logits)
 
 
@@ -73,13 +71,12 @@ def in_format(model: str, weight_format: str) -> tuple[Policy, float]:
 
 def matrices(policy: Policy) -> Iterator[tuple[str, np.ndarray]]:
     """(name, fp32 matrix) of every projection; those that are fused at run time one by one."""
-    shapes = policy.config.projection_shapes()
     for layer in range(policy.config.num_layers):
         modules = policy.frozen["layers"][layer]
-        for block, name in BLOCKS:
-            parts, matrix = FUSED_PROJECTIONS.get(name, (name,)), dequantize(modules[block][name]["weight"])
-            ends = np.cumsum([shapes[part][0] for part in parts])
-            for part, rows in zip(parts, np.split(matrix, ends[:-1]), strict=True):
+        for spec in policy.config.projections():
+            (block, name, _), parts = spec.path, spec.part_rows()
+            ends = np.cumsum(list(parts.values()))
+            for part, rows in zip(parts, np.split(dequantize(modules[block][name]["weight"]), ends[:-1]), strict=True):
                 yield f"{layer}.{part}", rows
 
 

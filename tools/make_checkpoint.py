@@ -20,7 +20,7 @@ import numpy as np
 from qerl_jax.atomic import atomic_directory, write_json
 from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.checkpoint.layout_nvfp4 import NVFP4
-from qerl_jax.checkpoint.safetensors import DTYPES, INDEX_FILE, Spec, save
+from qerl_jax.checkpoint.safetensors import DTYPES, INDEX_FILE, save
 from qerl_jax.models.config import ModelConfig, tensors_of
 
 # size: hidden, ffn, layers, heads, kv heads, head dim, vocab, tied (arXiv 2412.15115, table 1, and the published
@@ -69,6 +69,9 @@ def hf_config(size: str) -> dict:
         "pad_token_id": min(151643, vocab - 1),
         "torch_dtype": "bfloat16",
     }
+
+
+Spec = tuple[np.dtype, tuple[int, ...]]
 
 
 def specs_of(config: ModelConfig, layer: int | None, quantized: bool) -> dict[str, Spec]:

@@ -9,9 +9,15 @@ from qerl_kernels.nvfp4_matmul.packing import unpack
 
 from oracles import nf4_goldens
 from qerl_jax.checkpoint import names
-from qerl_jax.models.config import FUSED_PROJECTIONS
 from qerl_jax.models.formats import Nf4, PackedNvfp4, Weight
 from qerl_jax.types import Policy
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "o_proj": ("o_proj",),
+    "down_proj": ("down_proj",),
+}
 
 
 def loaded_bytes(policy: Policy) -> Iterator[tuple[str, bytes]]:
@@ -24,7 +30,7 @@ def loaded_bytes(policy: Policy) -> Iterator[tuple[str, bytes]]:
     for layer, blocks in frozen["layers"].items():
         for norm, value in policy.norms["layers"][layer].items():
             yield names.layer_norm(layer, norm), as_stored(value["weight"])
-        for fused, parts in {**FUSED_PROJECTIONS, "o_proj": ("o_proj",), "down_proj": ("down_proj",)}.items():
+        for fused, parts in FUSED.items():
             block, row = blocks["mlp" if fused in ("gate_up_proj", "down_proj") else "self_attn"][fused], 0
             for part in parts:
                 module, rows = names.projection(layer, part), config.projection_shapes()[part][0]
