@@ -46,11 +46,11 @@ def dense_tensors(
     config, quantization = hf_config.model_config(base), hf_config.stored_quantization(base)
     stored, dtype = open_checkpoint(base), np.dtype(dtype)
     reader = WeightReader(stored, config, quantization, weight_format or "bf16", jnp.float32, "xla")
-    read = functools.lru_cache(maxsize=1)(reader.read)  # once for all parts of a fused projection
+    parts = functools.lru_cache(maxsize=1)(reader.parts)  # once for all of a fused projection
 
-    def projection(spec: TensorSpec, layer: int, part: str, rows: slice) -> np.ndarray:
-        weight = jax.tree.map(lambda array: array[rows], read(spec, layer))
-        lora = None if adapter is None else adapter.lora(layer, part)
+    def projection(spec: TensorSpec, layer: int, module: str) -> np.ndarray:
+        weight = parts(spec, layer)[module]
+        lora = None if adapter is None else adapter.lora(layer, module.rpartition(".")[2])
         values = dense_values(weight) if lora is None else _merged(weight, *lora, adapter.config.scale)
         return np.asarray(values).astype(dtype)
 
@@ -59,17 +59,14 @@ def dense_tensors(
 
     entries = {name: cast(entry) for name, entry in stored.entries.items() if not names.is_unused(name)}
     for layer, spec in itertools.product(range(config.num_layers), config.projections()):
-        end = 0
-        for module, (part, count) in zip(spec.modules(layer), spec.part_rows().items(), strict=True):
-            layout, shape = quantization and quantization.layout_of(module), (count, spec.columns)
+        for module, shape in zip(spec.modules(layer), spec.stored(layer).values(), strict=True):
+            layout = quantization and quantization.layout_of(module)
             file = stored.file_of(f"{module}.{layout.codes if layout else 'weight'}")
             if layout:
                 scales = (f"{module}.{suffix}" for suffix in layout.unused)
                 for name in (*layout.expected(stored, module, shape), *scales):
                     entries.pop(name, None)
-            rows, end = slice(end, end + count), end + count
-            value = functools.partial(projection, spec, layer, part, rows)
-            entries[f"{module}.weight"] = Entry(file, dtype, shape, value)
+            entries[f"{module}.weight"] = Entry(file, dtype, shape, functools.partial(projection, spec, layer, module))
     return Tensors(entries, stored.where)
 
 

@@ -11,13 +11,11 @@ import numpy as np
 
 from qerl_jax.atomic import atomic_directory
 from qerl_jax.checkpoint import hf_config
-from qerl_jax.checkpoint.check import check_names
 from qerl_jax.checkpoint.layouts import WRITTEN
-from qerl_jax.checkpoint.reader import max_magnitude
+from qerl_jax.checkpoint.reader import WeightReader
 from qerl_jax.checkpoint.safetensors import CheckpointError, Tensors, open_checkpoint
 from qerl_jax.checkpoint.write import check_output, write_checkpoint
-from qerl_jax.models.config import PROJECTIONS, ModelConfig, TensorSpec
-from qerl_jax.models.formats import FORMATS, Weight, host
+from qerl_jax.models.config import PROJECTIONS, ModelConfig
 
 
 def quantize_checkpoint(
@@ -61,7 +59,6 @@ def quantize_checkpoint(
     if (quantization := hf_config.stored_quantization(src)) is not None:
         raise CheckpointError(f"{src}: the checkpoint is quantized already ({quantization.layout.name})")
     tensors = open_checkpoint(src)
-    check_names(tensors, config, None)
     with atomic_directory(dst) as directory:
         raw_config = hf_config.read_json(src / "config.json")
         write_quantized(src, directory, tensors, raw_config, config, weight_format, progress, ignore=ignore)
@@ -95,34 +92,24 @@ def write_quantized(
     Args:
       src: directory of the other files.
       directory: where to write.
-      tensors: an unquantized checkpoint of the names and shapes of `config` (`check_names`).
+      tensors: an unquantized checkpoint.
       raw_config: its config.json.
-      config: its shape.
+      config: its shape; tensors of other names or shapes are refused (`check_names`).
       weight_format, progress, ignore: as for `quantize_checkpoint`.
       leave_out: names of files of `src` that are not copied.
     """
     layout = WRITTEN[weight_format]
+    reader = WeightReader(tensors, config, None, weight_format, np.float32, "xla")
+    parts = functools.lru_cache(maxsize=2)(reader.parts)  # o_proj comes between k_proj and q_proj
     projections = [(spec, layer) for layer in range(config.num_layers) for spec in config.projections()]
     kept = [place for place in projections if set(ignore) & place[0].part_rows().keys()]
     places = {name: place for place in projections if place not in kept for name in place[0].stored(place[1])}
 
-    @functools.cache
-    def quantizer_of(spec: TensorSpec, layer: int) -> Callable[[np.ndarray], Weight]:
-        """That of the fused parts, which may lie in several shards."""
-        stored = spec.stored(layer)
-        dtype = host.common_dtype(tensors.entries[name].dtype for name in stored)
-        return FORMATS[weight_format].quantizer(
-            lambda: max(max_magnitude(tensors, name, tensors[name]) for name in stored), dtype
-        )
-
     def convert(name: str) -> dict[str, np.ndarray]:
         if name not in places:
             return {name: tensors[name]}
-        quantize, array = quantizer_of(*places[name]), tensors[name]
-        try:
-            return layout.stored(name.removesuffix(".weight"), quantize(array), array.dtype)
-        except ValueError as error:
-            raise CheckpointError(f"{tensors.file_of(name)}: {name!r}: {error}") from error
+        module = name.removesuffix(".weight")
+        return layout.stored(module, parts(*places[name])[module], tensors.entries[name].dtype)
 
     ignored = [module for spec, layer in kept for module in spec.modules(layer)]
     section = layout.quantization_config(tensors.entries[min(places)].dtype, ignored)

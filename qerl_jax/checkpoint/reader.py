@@ -60,11 +60,32 @@ class WeightReader:
         table as it is stored, memory-mapped.
         """
         if spec.kind == "projection":
-            return self._projection(list(zip(spec.modules(layer), spec.stored(layer).values(), strict=True)))
+            return _concatenate(list(self.parts(spec, layer).values()))
         arrays = [self._finite(name)[0] for name in spec.stored(layer)]
         if spec.kind == "table":
             return arrays[0]
         return np.concatenate(arrays).astype(np.float32 if spec.kind == "norm" else self.dtype, copy=False)
+
+    def parts(self, spec: TensorSpec, layer: int) -> dict[str, Weight]:
+        """The parts of a (fused) projection by module, dense or quantized; those that are quantized here share what
+        their format shares.
+        """
+        modules = dict(zip(spec.modules(layer), spec.stored(layer).values(), strict=True))
+        layout = None if self.quantization is None else self.quantization.layout_of(next(iter(modules)))
+        if layout is not None:
+            return {module: layout.read(self.tensors, module, shape) for module, shape in modules.items()}
+        arrays, largest = zip(*(self._finite(name) for name in spec.stored(layer)), strict=True)
+        quantizer = None if self.quantization is not None else FORMATS[self.weight_format].quantizer
+        if quantizer is None:
+            weights = [Dense(array.astype(self.dtype, copy=False)) for array in arrays]
+        else:
+            quantize = quantizer(lambda: max(largest), host.common_dtype(array.dtype for array in arrays))
+            try:
+                weights = [quantize(array) for array in arrays]
+            except ValueError as error:  # input features that are no whole blocks
+                name = next(iter(spec.stored(layer)))
+                raise CheckpointError(f"{self.tensors.file_of(name)}: {name!r}: {error}") from error
+        return dict(zip(modules, weights, strict=True))
 
     def to_device(self, value: Weight | np.ndarray | None, spec: TensorSpec) -> Weight | jax.Array | None:
         """A projection in the form that the matmul kernel reads; None, any other array, and a projection left
@@ -81,21 +102,6 @@ class WeightReader:
             return kernel_form(value, self.matmul_kernel, self.missing)
 
         return on_devices(value, spec, self.config.tensor_parallel, formed)
-
-    def _projection(self, parts: list[tuple[str, tuple[int, int]]]) -> Weight:
-        """A fused projection on the host, dense or quantized; parts (module name, shape) are concatenated by rows."""
-        layout = None if self.quantization is None else self.quantization.layout_of(parts[0][0])
-        if layout is not None:
-            return _concatenate([layout.read(self.tensors, module, shape) for module, shape in parts])
-        arrays, largest = zip(*(self._finite(f"{module}.weight") for module, _ in parts), strict=True)
-        quantizer = None if self.quantization is not None else FORMATS[self.weight_format].quantizer
-        if quantizer is None:
-            return Dense(np.concatenate(arrays).astype(self.dtype, copy=False))
-        quantize = quantizer(lambda: max(largest), host.common_dtype(array.dtype for array in arrays))
-        try:
-            return _concatenate([quantize(array) for array in arrays])
-        except ValueError as error:  # input features that are no whole blocks
-            raise ValueError(f"{parts[0][0]}: {error}") from error
 
     def _finite(self, name: str) -> tuple[np.ndarray, float]:
         """An unquantized tensor and its largest magnitude; every value is finite in the compute dtype."""
