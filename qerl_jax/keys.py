@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
@@ -24,6 +25,12 @@ class Purpose(enum.IntEnum):
 def for_step(seed: int, purpose: Purpose, step: int) -> Array:
     """The key of a purpose at a step."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), int(purpose)), step)
+
+
+def typed(key: Array) -> Array:
+    """The key with a dtype of its own, where it is an array of words, as `jax.random.PRNGKey` makes them."""
+    is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return key if is_typed else jax.random.wrap_key_data(key)
 
 
 def for_round(key: Array, resampling_round: int) -> Array:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32
 
+from qerl_jax import keys
 from qerl_jax.compilation import as_committed
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rollout import decode, prefill
@@ -65,7 +66,7 @@ def generate(
       policy: policy with the (noisy or clean) norms and adapters to sample from.
       prompts: `Prompts`, or token lists.
       sampling: sampling parameters.
-      key: random key of this rollout (`keys.for_step`).
+      key: random key of this rollout (`keys.for_step`); one of `jax.random.PRNGKey` samples as `jax.random.key` does.
       engine: how the rollout runs; None: `Engine()`.
       limits: largest completion lengths in tokens, at most `sampling.max_new_tokens`: one for each prompt or one for
         each of the B rows. None: `sampling.max_new_tokens` for all.
@@ -79,7 +80,7 @@ def generate(
       ValueError: no prompts, an empty prompt, a token id beyond the vocabulary, prompt + completion beyond the model's
         positions, limits out of range, or too little memory (with the numbers).
     """
-    config: ModelConfig = policy.config
+    config, key = policy.config, keys.typed(key)
     if not isinstance(prompts, Prompts):
         prompts = Prompts.from_lists(prompts)
     _check_prompts(prompts, config.vocab_size)

@@ -334,6 +334,14 @@ def test_keys_make_the_samples(policy, free):
     assert all(a != b for a, b in zip(completion_ids(other), completion_ids(free), strict=True))
 
 
+def test_a_key_of_words_makes_the_same_samples(policy, free):
+    """That of `jax.random.PRNGKey`, in as many slots as it has words and in more."""
+    for slots in (2, 3):
+        prompts = Prompts.from_lists(PROMPTS[:1], length=5)
+        rollout = generate(policy, prompts, FREE, jax.random.PRNGKey(11), dataclasses.replace(OF_FOUR, slots=slots))
+        assert_same_rows(rollout, range(2), free, range(2))
+
+
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_row_with_a_broken_logit_fails_alone(policy, free, value):
     """NaN or infinity in the embedding of a token that only prompt 3 contains. Greedy decoding fails it, too."""
