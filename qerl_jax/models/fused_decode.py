@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import jax
 from jaxtyping import Array, Float, Float32
-from qerl_kernels.decode_prologue.api import MAX_TOKENS, lora_prologue, rms_norm_prologue, silu_mul_prologue
+from qerl_kernels.decode_prologue.api import lora_prologue, max_tokens, rms_norm_prologue, silu_mul_prologue
 from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK, LoraForm
 from qerl_kernels.nvfp4_matmul.route import Route, route
 
@@ -34,7 +34,7 @@ def can_fuse_decode(projections: Iterable[Projection], batch: int) -> bool:
     weights = [projection.weight.get_value() for projection in projections]
     ranks = (lora.b.shape[0] for projection in projections for lora in projection.adapters())
     return (
-        batch <= MAX_TOKENS
+        batch <= max_tokens()
         and any(isinstance(weight, PackedNvfp4) for weight in weights)
         and all(isinstance(weight, PackedNvfp4 | Dense) for weight in weights)
         and all(rank <= MAX_RANK for rank in ranks)

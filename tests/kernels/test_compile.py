@@ -295,7 +295,7 @@ def test_decode_prologues(is_nightly):
     from qerl_kernels.decode_prologue import cases
 
     found = [
-        ("prologue", "norm", 128, 8192, 64, 64),
+        ("prologue", "norm", 256, 8192, 64, 64),
         ("prologue", "norm", 8, 896),
         ("prologue", "silu", 128, 29568, 64),
     ]
@@ -305,7 +305,7 @@ def test_decode_prologues(is_nightly):
         for kind, features, adapters in (
             cases.SHAPES[name] for name in (cases.SHAPES if is_nightly else cases.LAYER_7B)
         )
-        for tokens, rank in ((8, 32), (128, 32), (8, 16))[: 3 if is_nightly else 1]
+        for tokens, rank in ((8, 32), (128, 32), (256, 32), (8, 16))[: 4 if is_nightly else 1]
     ]
     for case, (kernel, report) in zip(found, compiled(found), strict=True):
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, (case, report)

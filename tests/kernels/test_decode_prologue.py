@@ -135,7 +135,7 @@ def test_a_partial_more_costs_the_gemm():
 def test_no_configuration_lets_the_tokens_change_the_order_of_a_sum(kind, features, ranks):
     """Cluster size and warps fix the order of the sums; the fields that depend on the number of tokens split the work
     otherwise and stay in bounds. This holds for every configuration, not only the one taken."""
-    specs = [config.PrologueSpec(kind, tokens, features, ranks) for tokens in range(1, 129)]
+    specs = [config.PrologueSpec(kind, tokens, features, ranks) for tokens in (*range(1, 129), 129, 200, 256)]
     taken = [config.best_config(spec) for spec in specs]
     every = [(spec, each) for spec in specs for each in config.candidate_configs(spec)]
     assert len({(each.cluster, each.warps) for _, each in every}) == 1

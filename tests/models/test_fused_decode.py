@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from qerl_kernels import dispatch
+from qerl_kernels.gpu import gpu_of
 from qerl_kernels.nvfp4_matmul import cases, packing
 from qerl_kernels.nvfp4_matmul.lora_input import LoraForm
 from qerl_kernels.nvfp4_matmul.route import route
@@ -121,9 +123,13 @@ def test_batch_invariant_decode_is_plain():
 
 
 def test_batches_and_ranks_beyond_the_kernels_run_plain():
+    """A GPU without clusters takes half as many rows, even where it has few: no sum crosses its CTAs."""
     model, fused, plain = model_of(), fused_decode.FusedDecodeExecutor, PlainExecutor
-    for batch, batch_invariant, kind in ((128, False, fused), (129, False, plain), (8, True, plain)):
+    for batch, batch_invariant, kind in ((256, False, fused), (257, False, plain), (8, True, plain)):
         assert type(model._decode_executor(batch, batch_invariant)) is kind
+    with dispatch.lowering_for(gpu_of("RTX 4090", 89, 128)):
+        kinds = [type(model._decode_executor(batch, False)) for batch in (128, 129)]
+    assert kinds == [fused, plain]
     assert not fused_decode.can_fuse_decode(model_of(rank=72).projections(), 8)
     assert "f32[5,72]" in traced(model_of(rank=72))
 

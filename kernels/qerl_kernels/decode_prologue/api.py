@@ -18,8 +18,12 @@ from qerl_kernels import dispatch, ops
 from qerl_kernels.decode_prologue import config, reference
 from qerl_kernels.nvfp4_matmul.lora_input import LoraForm, LoraX
 
-MAX_TOKENS = 128  # above, XLA is faster
 KINDS = {"rms_norm_prologue": "norm", "silu_mul_prologue": "silu", "lora_prologue": "plain"}
+
+
+def max_tokens() -> int:
+    """Tokens up to which the kernels are faster than XLA on this GPU: with clusters, two waves of them at most."""
+    return 128 if config.cluster_of(dispatch.this_gpu()) == 1 else 256
 
 
 def rms_norm_prologue(
@@ -113,16 +117,16 @@ def lora_prologue(
 
 def fused_lora_x(x: BFloat16[Array, "M K"], a: BFloat16[Array, "K C"], ranks: Sequence[int]) -> Array | None:
     """`x A` [M, S] by the kernel, for callers that run on Mosaic GPU anyway and have XLA's matmul at hand; None where
-    XLA is faster (above 128 tokens) or the kernel does not take these shapes.
+    XLA is faster (above `max_tokens()`) or the kernel does not take these shapes.
 
     `vmap` over x makes one call with more rows, by XLA where they are too many; `vmap` over A runs on XLA.
     """
-    if x.shape[0] > MAX_TOKENS or config.missing_for_kernel(x.shape[1], ranks) is not None:
+    if x.shape[0] > max_tokens() or config.missing_for_kernel(x.shape[1], ranks) is not None:
         return None
 
     @jax.custom_batching.custom_vmap
     def lora_x(x, a):
-        if x.shape[0] > MAX_TOKENS:
+        if x.shape[0] > max_tokens():
             return reference.lora_x(x, a, ranks)
         return _launch("lora_prologue", x, (x,), a, ranks)[0]
 
@@ -149,8 +153,8 @@ def _choose(
     if sum(ranks) != columns:
         raise ValueError(f"{name}: A has {columns} columns, the ranks are {list(ranks)}")
     missing = dispatch.missing_for_mosaic_gpu(dtype) or config.missing_for_kernel(_features(name, x), ranks)
-    if missing is None and implementation is None and x.shape[0] > MAX_TOKENS:
-        missing = f"at most {MAX_TOKENS} tokens to be the faster one"
+    if missing is None and implementation is None and x.shape[0] > max_tokens():
+        missing = f"at most {max_tokens()} tokens to be the faster one"
     return dispatch.choose(name, implementation, missing)
 
 
