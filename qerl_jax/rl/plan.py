@@ -299,5 +299,5 @@ def out_of_memory(plan: UpdatePlan) -> str:
     return (
         f"the update ran out of memory: micro-batches of {plan.pack.tokens} tokens were planned with {kept:.1f} GB of "
         f"activations and {working:.1f} GB for one program{of_device}; lower update_memory_gb below {kept:.1f} (layers "
-        "are then recomputed), tokens_per_micro_batch or logprob_chunk_size, and make the plan again"
+        "are then recomputed), tokens_per_micro_batch or logprob_chunk_size"
     )

@@ -80,7 +80,7 @@ def grpo_step(
     Raises:
       ValueError: the batch contradicts the config, naming both values, or lacks the behaviour log-probabilities that
         the importance weight needs (`rl.checks`).
-      MemoryError: the device has too little memory, with what to lower. `state` is as it was.
+      MemoryError: the device has too little memory, with what to lower in the next plan. `state` is as it was.
       ReplicaError: another replica failed.
     """
     batch = checked(batch, state.config)
