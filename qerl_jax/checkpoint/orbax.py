@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
 import shutil
 import sys
 import time
@@ -147,9 +148,10 @@ class Checkpointer:
 
     def _prune(self) -> None:
         """Delete what a killed process left, and what is older than the newest few checkpoints, the manifest first."""
-        newest = sorted(_steps(self.directory))[-self._keep :]
-        for path in self.directory.iterdir():
-            if path.name.startswith(".") or (path.name.isdecimal() and int(path.name) < newest[0]):
+        oldest = sorted(_steps(self.directory))[-self._keep :][0]
+        for path in filter(Path.is_dir, self.directory.iterdir()):
+            is_rest = re.fullmatch(r"\.\d+\.(writing|replaced)", path.name)  # of `atomic_directory`
+            if is_rest or (path.name.isdecimal() and int(path.name) < oldest):
                 (path / MANIFEST_FILE).unlink(missing_ok=True)
                 shutil.rmtree(path)
 
