@@ -165,6 +165,13 @@ def test_what_an_sm_cannot_hold_does_not_fit():
         assert not dataclasses.replace(good, **wrong).fits(4608, 3584), wrong
     assert not dataclasses.replace(good, m16_tiles=8).fits(4608 + 64, 3584)
     assert not dataclasses.replace(good, cluster=8).fits(4608, 7 * 64)
+    plain = GemmConfig(64, warpgroups_n=2, stages=3)
+    assert plain.fits()
+    for wrong in (
+        {"tile_m": 0}, {"tile_m": 12}, {"tile_m": 264, "warpgroups_n": 1}, {"stages": 0}, {"stages": -1},
+        {"k_tiles": 0}, {"warpgroups_k": 0}, {"cluster": 0}, {"cluster": 5}, {"ctas_per_sm": 0},
+    ):  # fmt: skip
+        assert not dataclasses.replace(plain, **wrong).fits(), wrong
 
 
 def test_what_a_config_leaves_out():

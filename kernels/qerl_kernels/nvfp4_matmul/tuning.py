@@ -87,7 +87,7 @@ def fault_of(path: str, gpu: Gpu) -> str | None:
         if (name := stored["meta"]["gpu"]) != gpu.name:
             return f"timed on {name}, this is {gpu.name}"
         return next((f"{row} does not run on {gpu.name}" for row in rows if not _runs(row, gpu)), None)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"no tuning table ({type(error).__name__}: {error})"
 
 

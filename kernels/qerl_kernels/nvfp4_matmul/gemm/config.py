@@ -72,7 +72,11 @@ class GemmConfig:
         return self.stages * stage + scales + sums + lora + 512
 
     def fits(self, has_lora: bool = False) -> bool:
-        """Whether an SM can hold `ctas_per_sm` CTAs by shared memory, threads, and roughly a consumer's registers."""
+        """Whether the kernel has these sizes, which a table of the user's need not be, and an SM can hold `ctas_per_sm`
+        CTAs by shared memory, threads, and roughly a consumer's registers."""
+        parts = self.warpgroups_n, self.warpgroups_k, self.cluster, self.k_tiles, self.stages, self.ctas_per_sm
+        if min(parts) < 1 or self.tile_m not in range(8, 257, 8):
+            return False
         threads = (self.consumers + 1) * 128
         split = self.register_split()
         at_launch = 65536 // (threads * self.ctas_per_sm) // 8 * 8
@@ -87,7 +91,7 @@ class GemmConfig:
             self.smem_bytes(has_lora) * self.ctas_per_sm <= H200.smem_bytes
             and threads * self.ctas_per_sm <= 2048
             and self.consumers <= 7
-            and 1 <= self.cluster <= 4
+            and self.cluster <= 4
             and not (self.lookahead and (self.stages < 2 or spills))
             and accumulator + 28 + max(addends, operands) <= registers
             and accumulator + 30 <= at_launch  # the registers that one `wgmma` names
