@@ -65,10 +65,10 @@ MOST_MAPPINGS = 20_000
 # Files of twenty CPU seconds or more.
 LONGEST = {
     *("test_bad_runs.py", "test_compare.py", "test_docs.py", "test_evaluate.py", "test_export_page.py"),
-    *("test_full_run.py", "test_fuzz.py", "test_kills.py", "test_launch.py", "test_learning.py"),
+    *("test_fuzz.py", "test_kills.py", "test_launch.py", "test_learning.py"),
     *("test_parallel.py", "test_programs.py", "test_research.py", "test_shared_update.py"),
     *("test_tensor_parallel.py", "test_three_steps.py", "test_train.py", "test_vllm_commands.py"),
-    *("test_full.py", "test_update.py", "test_step.py", "test_engine.py", "test_first_rollout.py"),
+    *("test_update.py", "test_step.py", "test_engine.py", "test_first_rollout.py"),
     *("test_batch_invariant.py", "test_vllm_engine.py", "test_memory.py"),
 }
 

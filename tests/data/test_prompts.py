@@ -82,6 +82,8 @@ def test_prompt_without_a_chat_template(tokenizer):
     texts = plain.batch_decode(encode([Problem(0, "p", "1"), Problem(1, "q", "1"), chat], plain, "s"))
     assert texts == ["s\n\np", "s\n\nq", "a\n\nb\n\nc"]
     assert plain.batch_decode(encode([Problem(0, "p", "1")], plain, "")) == ["p"]
+    kept, overlong = encode_problems([Problem(0, "", "1"), Problem(1, "p", "1")], plain, "", 64)  # one without a token
+    assert [item.problem.id for item in kept] == [1] and overlong == 0
 
 
 def test_conversations_pass_through_the_chat_template_as_they_are(tokenizer):

@@ -13,6 +13,10 @@ def test_the_order_stays_what_it_was():
     expected = np.random.default_rng([3, 1]).permutation(10).tolist()
     assert at_cursor(range(10), 3, 10, 10) == expected
     assert ProblemStream((range(10),), None, 3).at(10, 10) == expected
+    sets = range(10), range(100, 110)
+    orders = [iter((np.random.default_rng([3, 0, s]).permutation(10) + 100 * (s - 1)).tolist()) for s in (1, 2)]
+    which = np.random.default_rng([3, 0, 0, 1]).random(12) >= 0.6
+    assert ProblemStream(sets, (3, 2), 3).at(0, 12) == [next(orders[s]) for s in which.astype(int)]
 
 
 def test_what_is_not_shuffled_comes_in_its_order_or_in_that_of_a_key():

@@ -27,6 +27,7 @@ from qerl_jax.types import FinishReason, Policy, Prompts, Rollout, TrainState
 NAN = float("nan")
 CURSOR = 40  # position in the data stream when the step begins
 PROMPTS, GROUP = 3, 2
+PAD = 7
 
 
 class Numbers(ProblemStream):
@@ -50,8 +51,8 @@ class World(VllmEngine):
         rows = np.repeat(np.asarray(prompts.ids, np.int32), GROUP)
         member = np.tile(np.arange(GROUP, dtype=np.int32), len(prompts.ids))
         return Rollout(
-            tokens=jnp.asarray(np.stack([rows, member, rows + 100], axis=1)),
-            logprobs=jnp.asarray(np.stack([rows] * 3, axis=1), jnp.float32),
+            tokens=jnp.asarray(np.stack([rows, member, rows + 100, np.full_like(rows, PAD)], axis=1)),
+            logprobs=jnp.asarray(np.stack([*[rows] * 3, np.zeros_like(rows)], axis=1), jnp.float32),
             prompt_lengths=jnp.ones(len(rows), jnp.int32),
             lengths=jnp.full(len(rows), 3, jnp.int32),
             finish=jnp.full(len(rows), FinishReason.LENGTH, jnp.int8),
@@ -69,7 +70,7 @@ class World(VllmEngine):
             dynamic_sampling=rounds > 0, max_refill_rounds=rounds, reward_funcs=("half",), reward_weights=(2.0,),
         )  # fmt: skip
         tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
-        shape = SimpleNamespace(pad_token_id=0)
+        shape = SimpleNamespace(pad_token_id=PAD)
         policy = Policy({}, {}, {}, shape, lora_config=None, tokenizer=tokenizer)
         stream, rewards = Numbers((self.drawn,), None, 0), Rewards(half=self.reward)
         run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [], vllm=self, replicas=replicas)
@@ -83,7 +84,8 @@ def check(experience: Experience, items: list[int], world: World) -> None:
     rows = [n for n in items for _ in range(GROUP)]
     assert experience.rollout.tokens[:, 0].tolist() == rows
     assert experience.rollout.tokens[:, 1].tolist() == [0, 1] * PROMPTS
-    assert experience.rollout.logprobs[:, 0].tolist() == rows
+    assert experience.rollout.tokens[:, 3].tolist() == [PAD] * len(rows)
+    assert experience.rollout.logprobs[:, 0].tolist() == rows and not experience.rollout.logprobs[:, 3].any()
     assert experience.rollout.prompt_index.tolist() == [0, 0, 1, 1, 2, 2]
     assert experience.completions == [f"{i % GROUP} {n + 100}" for i, n in enumerate(rows)]
     expected = [value for n in items for value in (world.table[n], 0.0)]
@@ -135,7 +137,7 @@ def test_resampling_goes_on_until_all_teach_on_any_number_of_replicas(count):
     for experience in on_replicas(count, lambda replicas: world.collect(4, replicas)):
         check(experience, [4, 8, 2], world)
         assert (experience.drawn, experience.resampled, experience.resampling_rounds) == (9, 2, 2)
-        assert experience.rollout.tokens.shape == (6, 3)
+        assert experience.rollout.tokens.shape == (6, 4)
     assert world.drawn.count((0, 3)) == count  # each reads the stream of all
 
 
