@@ -143,7 +143,7 @@ class Prompts(_Replace):
     def from_lists(cls, prompts: list[list[int]], ids: list[int] | None = None, length: int | None = None) -> Prompts:
         """Pad token lists by zeros on the right to `length` (None: the longest). ids default to 0, 1, 2, …
 
-        Raises ValueError for an empty list, an empty prompt or one longer than `length`.
+        Raises ValueError for an empty list, an empty prompt or one longer than `length`, and for more or fewer ids.
         """
         if not prompts:
             raise ValueError("no prompts: need at least one")
@@ -159,6 +159,8 @@ class Prompts(_Replace):
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         ids = range(len(prompts)) if ids is None else ids
+        if len(ids) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts have {len(ids)} ids: each needs one")
         # By NumPy and `device_put`: for `jnp.asarray` JAX compiles a program for each shape.
         return cls(*(jax.device_put(np.asarray(x, np.int32)) for x in (tokens, lengths, ids)))
 

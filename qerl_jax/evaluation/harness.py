@@ -54,7 +54,11 @@ def evaluate(
       reward: what is correct: a completion to which it gives more than 0. A `Grader` also extracts answers, for maj@n.
       sample: what samples completions; None: `generate`.
       replicas: the processes that share the problems; each gets the whole result.
+
+    Raises ValueError for no problems, or none of at most `max_prompt_length` tokens.
     """
+    if not problems:
+        raise ValueError("no problems to evaluate")
     if not isinstance(problems[0], EncodedProblem):
         problems, _ = encode_problems(list(problems), policy.tokenizer, system_prompt, max_prompt_length)
     grader = reward if isinstance(reward, Grader) else Grader(reward)

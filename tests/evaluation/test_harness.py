@@ -130,6 +130,8 @@ def test_several_completions_a_problem(written):
     }
     assert result.metrics()["eval/maj_at_k"] == 1 / 4
     assert result.sampling_error == pytest.approx(np.sqrt((1 / 3 + 0 + 0 + 1 / 3) / 3) / 4)  # 0.118
+    with pytest.raises(ValueError, match="no problems to evaluate"):
+        evaluated([], Sampling(9))
 
 
 def test_what_counts_as_correct_is_a_reward_above_zero(written):

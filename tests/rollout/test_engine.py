@@ -378,6 +378,9 @@ def test_errors_name_the_numbers(policy):
             generate(policy, [[1, token]], FREE, KEY)
     with pytest.raises(ValueError, match="prompt 1 has 3 tokens, more than the 2 allowed"):
         Prompts.from_lists([[1], [1, 2, 3]], length=2)
+    for ids in ([7], [7, 8, 9]):
+        with pytest.raises(ValueError, match=f"2 prompts have {len(ids)} ids"):
+            Prompts.from_lists([[1], [2]], ids)
 
 
 def test_a_rollout_without_memory_says_what_to_lower(policy):
