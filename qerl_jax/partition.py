@@ -20,7 +20,7 @@ import enum
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,14 +62,6 @@ def division_of(path: Sequence[Any]) -> Division | None:
     return next((DIVISIONS[name] for name in path if name in DIVISIONS), None)
 
 
-@runtime_checkable
-class Divided(Protocol):
-    """A node of a tree that knows where its arrays are divided."""
-
-    def partition_specs(self) -> Any:
-        """The node with a `PartitionSpec` in the place of each array."""
-
-
 def axis_spec(axis: int | None) -> PartitionSpec:
     """That of an array divided along one axis; None: along none."""
     return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, AXIS)
@@ -77,13 +69,17 @@ def axis_spec(axis: int | None) -> PartitionSpec:
 
 def specs(tree: Any) -> Any:
     """A `PartitionSpec` for each array of a tree: of a policy, a state, a gradient, or of what a program makes of them.
-    Arrays of projections are known by the projection's name in their path.
+    Arrays of projections are known by the projection's name in their path; a node with a method `partition_specs` knows
+    its own.
     """
 
-    def one(path: tuple, node: Any) -> Any:
-        return node.partition_specs() if isinstance(node, Divided) else _spec(path, node)
+    def knows(node: Any) -> bool:
+        return hasattr(node, "partition_specs")
 
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda node: isinstance(node, Divided))
+    def one(path: tuple, node: Any) -> Any:
+        return node.partition_specs() if knows(node) else _spec(path, node)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=knows)
 
 
 def _spec(path: tuple, leaf: Any) -> PartitionSpec:

@@ -60,7 +60,7 @@ def in_the_second_update(act: Callable[[], None]) -> Callable[[dict[str, float],
     calls = contextlib.ExitStack()
 
     def call(program: Callable, args: tuple, kwargs: dict) -> object:
-        if program.__name__ == "no_logprobs":
+        if program.__name__ == "zeros_like":
             calls.close()
             act()
         return program(*args, **kwargs)

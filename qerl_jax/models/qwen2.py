@@ -207,9 +207,7 @@ class Qwen2(nnx.Module):
     def residuals(self, tokens: Int[Array, "B T"], attention_mask: Bool[Array, "B T"]) -> list[Float32[Array, "B T D"]]:
         """The residual stream in front of each layer and behind the last; arguments as in a call."""
         positions = jnp.maximum(jnp.cumsum(attention_mask, axis=-1) - 1, 0)
-        seen: list[Array] = []
-        self._run(tokens, positions, padded_attention(self.config, attention_mask), seen=seen)
-        return seen
+        return self._run(tokens, positions, padded_attention(self.config, attention_mask))[2]
 
     def decode(
         self,
@@ -239,7 +237,7 @@ class Qwen2(nnx.Module):
         caches = list(zip(prompts.keys, prompts.values, own.keys, own.values, strict=True))
         positions = jnp.maximum(prompt_lengths + lengths - 1, 0)
         executor = self._decode_executor(tokens.shape[0], batch_invariant)
-        hidden, caches = self._run(tokens, positions, attention, caches, executor)
+        hidden, caches, _ = self._run(tokens, positions, attention, caches, executor)
         return hidden, KVCache(*(tuple(arrays) for arrays in zip(*caches, strict=True)))
 
     def projections(self) -> Iterator[Projection]:
@@ -269,12 +267,10 @@ class Qwen2(nnx.Module):
         attention: AttentionFn,
         caches: Sequence[Any] | None = None,
         executor: PlainExecutor = PLAIN_EXECUTOR,
-        seen: list[Residual] | None = None,
-    ) -> tuple[Float[Array, "*B D"], list[Any]]:
-        """Final hidden states of tokens at their positions, and the cache that `attention` returns for each layer. The
-        residual stream is appended to `seen` before each layer and behind the last.
+    ) -> tuple[Float[Array, "*B D"], list[Any], list[Residual]]:
+        """Final hidden states of tokens at their positions, the cache that `attention` returns for each layer, and the
+        residual stream before each layer and behind the last.
         """
-        seen = [] if seen is None else seen
         angles = rotary_angles(positions, self.config)
 
         def run_layer(layer: DecoderLayer, residual: Residual, cache: Any) -> tuple[Residual, Any]:
@@ -283,10 +279,9 @@ class Qwen2(nnx.Module):
         # One jitted function for all layers: layers of one shape are traced and lowered once. XLA inlines the calls.
         run_layer = jax.jit(run_layer)
         residual = executor.start(self.embed_tokens.get_value()[tokens].astype(jnp.float32))
-        seen.append(residual)
-        new_caches = []
+        new_caches, residuals = [], [residual]
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
             residual, new_cache = run_layer(layer, residual, cache)
             new_caches.append(new_cache)
-            seen.append(residual)
-        return executor.finish(self.norm, residual), new_caches
+            residuals.append(residual)
+        return executor.finish(self.norm, residual), new_caches, residuals

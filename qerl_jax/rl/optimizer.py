@@ -99,6 +99,7 @@ def whole_of(state: TrainState) -> dict[str, Any]:
     return {"opt_state": state.opt_state, **trained}
 
 
+# An argument whose values do not matter is kept, so that the result is committed to a device where the argument is.
 @program(keep_unused=True)
 def zeros_like(tree: Any) -> Any:
     """Zeros in the form of a tree of arrays."""

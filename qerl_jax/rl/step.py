@@ -13,7 +13,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
@@ -113,7 +112,7 @@ def _step(state: TrainState, work: Work, drawn: int) -> tuple[TrainState, dict[s
     room = work.plan.pack.longest_prefix, work.plan.pack.longest_suffix
     inputs = head.inputs_of(config.loss_type, config.max_completion_length, room, work.batch)
     reference = _reference(state, work, *inputs, micro_batches) if work.needs_reference else None
-    old, updates = no_logprobs(inputs[1]), []
+    old, updates = zeros_like(inputs[1]["weights"]), []
     for iteration in range(config.num_iterations):
         state, metrics, logprobs = _update(state, work, *inputs, micro_batches, old, iteration > 0, reference)
         updates.append(metrics)
@@ -194,13 +193,6 @@ def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool, replicas: Re
 without_adapters = program(without_adapter)
 
 
-# An argument whose values do not matter is kept, so that the result is committed to a device where the argument is.
-@program(keep_unused=True)
-def no_logprobs(completions: head.LossInputs) -> Float32[Array, "B C"]:
-    """Zeros, one for each completion token."""
-    return jnp.zeros_like(completions["weights"])
-
-
 def layers_of(lora: Any, norms: Any) -> list[dict[str, Any]]:
     """Adapters and layer norms of each layer."""
     return [{"lora": lora["layers"][i], "norms": own} for i, own in sorted(norms["layers"].items())]
@@ -221,7 +213,7 @@ def _reference(
     """Log-probabilities of the model's checkpoint, [B, C]."""
     norms = state.norms if state.reference_norms is None else state.reference_norms
     layers = layers_of(without_adapters(state.lora), norms)
-    logprobs = no_logprobs(completions)
+    logprobs = zeros_like(completions["weights"])
     for some in micro_batches:
         x, packed = work.embed(sequences, some)
         shape = work.layer_shape(some.kind)
@@ -246,7 +238,7 @@ def _update(
     layers = layers_of(state.lora, state.norms)
     # Made between activations, which are freed earlier, they would split the free memory: peaks were up to 13 % higher.
     gradients = [zeros_like(trained_trees(**each, config=state.config)) for each in layers]
-    sums, logprobs, d_x = head.no_sums(work.loss, completions, reference), no_logprobs(completions), None
+    sums, logprobs, d_x = head.no_sums(work.loss, completions, reference), zeros_like(completions["weights"]), None
     for some in micro_batches:
         x, packed = work.embed(sequences, some)
         jax.block_until_ready(d_x)  # else a host that is ahead would hold the activations of two micro-batches
