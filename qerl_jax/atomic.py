@@ -143,12 +143,6 @@ def check_file_writable(path: Path, name: str) -> None:
         raise OSError(f"{name} {path} cannot be written: it may not be written by this user")
 
 
-def one_line(error: BaseException) -> str:
-    """Kind and message of a library's error, line breaks and the middle of a long text left out."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 400 else f"{text[:200]} … {text[-200:]}"
-
-
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file in one step, as `write_text` does."""
     write_text(path, json.dumps(value, indent=2) + "\n")

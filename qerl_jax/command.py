@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import jax
 
-from qerl_jax.atomic import one_line
 from qerl_jax.lowered import as_in_sources
+from qerl_jax.messages import one_line
 
 FAILED, STOPPED = 2, 130
 

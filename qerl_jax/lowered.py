@@ -29,6 +29,8 @@ from jax import export
 from qerl_kernels import dispatch
 from qerl_kernels.kernel_programs import TARGET
 
+from qerl_jax.messages import one_line
+
 _PACKAGES = ("qerl_jax", "qerl_kernels")
 _DISTRIBUTIONS = ("jax", "nvidia", "flax", "numpy", "ml_dtypes")  # beginnings of the names of those that lower
 # Not all of these are among the calls that every later JAX promises to understand; no later one reads these files.
@@ -93,7 +95,7 @@ class LoweredPrograms:
                     if is_ours and stored is None:
                         stored = self._write(path, *_exported(function, leaves, structure))
         except Exception as error:  # of JAX, which cannot write every program; the function's own come again
-            dispatch.say_once(f"{function.__name__} is lowered anew in every run, because of {_said(error)}")
+            dispatch.say_once(f"{function.__name__} is lowered anew in every run, because of {one_line(error)}")
             return function(*args, **kwargs)
         if stored is None:
             return function(*args, **kwargs)
@@ -129,7 +131,7 @@ class LoweredPrograms:
                 file.write(hashlib.sha256(stored).digest() + stored)
             os.replace(file.name, path)
         except OSError as error:
-            dispatch.say_once(f"lowered programs are not kept: {_said(error)}")
+            dispatch.say_once(f"lowered programs are not kept: {one_line(error)}")
         return exported, results
 
 
@@ -211,10 +213,6 @@ def _process_start() -> float:
     except OSError:
         return 0.0
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def _is_traced(leaf: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,18 @@ def shown(value: Any) -> str:
     except ValueError:  # an integer of more than 4,300 digits
         return f"a number of {value.bit_length()} bits"
     return text if len(text) <= 100 else f"{text[:60]}…{text[-20:]} ({len(text)} characters)"
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and message of a library's error, line breaks and the middle of a long text left out."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 400 else f"{text[:200]} … {text[-200:]}"
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The nearest known name, behind a message that `name` is none; "" where none is near."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def below(path: str) -> str:

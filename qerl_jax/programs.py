@@ -26,6 +26,7 @@ from qerl_kernels.kernel_programs import kernel_programs
 from qerl_jax import lowered, partition
 from qerl_jax.compilation import is_committed
 from qerl_jax.lowered import LoweredPrograms
+from qerl_jax.messages import one_line
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"  # JAX's event
 _LOAD_SECONDS = 0.5  # for a program from the persistent cache; of one that it compiles, XLA needs no kernel before
@@ -298,8 +299,7 @@ class Ahead:
             seconds = f"{self.seconds:.1f} s, of which the run waited {self.waited:.1f}"
             self._done(f"compiled {self.programs - self.cached} programs{loaded} in {seconds}")
             if errors := [error for recording in self._recordings if (error := recording.exception())]:
-                said = " ".join(f"{type(errors[0]).__name__}: {errors[0]}".split())[:400]
-                self._done(f"not all programs were compiled ahead of their calls: {said}")
+                self._done(f"not all programs were compiled ahead of their calls: {one_line(errors[0])}")
         return jitted(*args, **kwargs)
 
     def _is_recorded(self) -> bool:

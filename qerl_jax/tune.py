@@ -23,10 +23,11 @@ from qerl_kernels.nvfp4_matmul.tuner.search import Clock, fastest, in_lines, kee
 from qerl_kernels.nvfp4_matmul.tuner.trials import Gemm, Timer, Trial, build, prologues
 
 from qerl_jax import command
-from qerl_jax.atomic import check_file_writable, one_line, write_text
+from qerl_jax.atomic import check_file_writable, write_text
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.config import ConfigError, flags
+from qerl_jax.messages import one_line
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.run.devices import use_device_memory
 

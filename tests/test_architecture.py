@@ -19,10 +19,10 @@ KERNELS = ROOT / "kernels" / "qerl_kernels"
 # A package may import itself and packages of the levels above it in this list, never one of its own level.
 LAYERS = [
     ("qerl_kernels",),
-    ("partition",),
+    ("partition", "messages"),
     ("compilation", "lowered", "buckets"),
     ("programs",),
-    ("types", "messages", "parallel"),
+    ("types", "parallel"),
     ("keys", "aqn", "models", "rewards", "atomic", "cluster", "driver"),
     ("rollout", "data"),
     ("config",),

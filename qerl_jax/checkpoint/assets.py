@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from qerl_jax.checkpoint import hub
 from qerl_jax.config import ConfigError
+from qerl_jax.messages import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 TINY_MODEL = "tiny"
@@ -33,9 +33,8 @@ def find_config(name: str) -> Path:
         return path
     if name in recipes():
         return config_directory() / f"{name}.yaml"
-    close = difflib.get_close_matches(name, recipes(), n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"bundled are {', '.join(recipes())}"
-    raise ConfigError(f"config file {name} does not exist, nor a bundled recipe of that name; {hint}")
+    hint = did_you_mean(name, recipes()) or f"; bundled are {', '.join(recipes())}"
+    raise ConfigError(f"config file {name} does not exist, nor a bundled recipe of that name{hint}")
 
 
 def model_path(model: str, weights: bool = True) -> Path:

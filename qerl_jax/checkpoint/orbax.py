@@ -22,10 +22,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.atomic import atomic_directory, one_line, write_json
+from qerl_jax.atomic import atomic_directory, write_json
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINTS_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.config import Config, ConfigError, differences, to_mapping
+from qerl_jax.messages import one_line
 from qerl_jax.types import TrainState
 
 MANIFEST_FILE = "manifest.json"

@@ -9,10 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.atomic import one_line
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.data.prompts import apply_template
-from qerl_jax.messages import shown
+from qerl_jax.messages import one_line, shown
 
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
 TOKENIZER_FILES = (

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from qerl_jax.atomic import one_line
 from qerl_jax.checkpoint import hf_config
 from qerl_jax.checkpoint.policy_tensors import dense_tensors
 from qerl_jax.checkpoint.safetensors import Tensors
+from qerl_jax.messages import one_line
 
 _BF16_UNIT = 2.0**-8  # largest relative error of rounding to bf16
 _LOCAL = {"local_files_only": True, "use_safetensors": True}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import functools
 import inspect
 import itertools
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from qerl_jax.config.foreign import without_foreign
 from qerl_jax.config.values import ConfigError, coerce
 from qerl_jax.data.presets import PROMPT_FORMATS
-from qerl_jax.messages import shown
+from qerl_jax.messages import did_you_mean, shown
 from qerl_jax.models.formats import WEIGHT_FORMATS
 from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Engine, Sampling
@@ -54,9 +53,7 @@ def _with_known_names(cls: type) -> type:
 def _refuse_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ConfigError for the first name that is not known, with the nearest one."""
     if unknown := [name for name in given if name not in known]:
-        close = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"unknown {kind} {shown(unknown[0])}{hint}")
+        raise ConfigError(f"unknown {kind} {shown(unknown[0])}{did_you_mean(unknown[0], known)}")
 
 
 def answering(function: Callable) -> Callable:

@@ -19,7 +19,7 @@ from qerl_jax.data.presets import (
     Unusable,
     gold_answer,
 )
-from qerl_jax.messages import IN_MEMORY, Given, below, is_unicode
+from qerl_jax.messages import IN_MEMORY, Given, below, did_you_mean, is_unicode
 from qerl_jax.rewards.outcomes import GIVEN_COLUMNS, STORED_ANSWER
 
 MAX_CHARACTERS = 1_000_000
@@ -304,9 +304,7 @@ def _check_columns(where: str, columns: set[str], preset: Preset, extra: tuple[s
     if answers and not columns & set(answers):
         missing.append(" or ".join(answers))
     if missing:
-        close = difflib.get_close_matches(missing[0], columns, n=1, cutoff=0.75)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        told = f": {settings[missing[0]]}{hint}" if missing[0] in settings else ""
+        told = f": {settings[missing[0]]}{did_you_mean(missing[0], columns, 0.75)}" if missing[0] in settings else ""
         raise DataError(f"{where} has no column {missing[0]!r}; its columns are {sorted(columns)}{told}")
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from qerl_jax.atomic import one_line, write_json
+from qerl_jax.atomic import write_json
 from qerl_jax.checkpoint.run_files import TENSORBOARD_DIR, WANDB_FILE
 from qerl_jax.config import Config, ConfigError, to_mapping
+from qerl_jax.messages import one_line
 from qerl_jax.reporting.console import say
 
 _MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import importlib.util
 import inspect
 import math
@@ -22,7 +21,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.messages import Given, below
+from qerl_jax.messages import Given, below, did_you_mean
 from qerl_jax.rewards import code as programs
 from qerl_jax.rewards import mathematics
 from qerl_jax.rewards.answers import same_answer
@@ -136,8 +135,7 @@ def reward_file(name: str) -> tuple[Path, str]:
     """File and function of "file.py:function". Raises RewardError where there is no such file."""
     file, separator, function = name.rpartition(":")
     if not separator:
-        close = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, BUILT_IN)
         raise RewardError(
             f"reward {name!r} is neither one of {sorted(BUILT_IN)} nor of the form file.py:function{hint}"
         )
