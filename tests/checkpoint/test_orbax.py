@@ -94,6 +94,7 @@ def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
     assert_same(Checkpointer(tmp_path, keep=None).restore(state, step=2), at(state, 2))
     assert latest_step(tmp_path) == 3
     (checkpoints.directory / "3").rename(checkpoints.directory / "10")
+    shutil.copytree(checkpoints.directory / "2", checkpoints.directory / "2 (copy)")
     assert latest_step(tmp_path) == 10  # a number, not a text
 
 

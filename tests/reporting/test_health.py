@@ -128,5 +128,5 @@ def test_skipped_steps_in_a_row_are_an_error_at_the_limit():
 )
 def test_the_limits_of_what_is_said(last, found):
     """On both sides of each, from a reward and an accuracy of 0.3, 300 tokens and an entropy of 0.3."""
-    assert kinds(rows(10), rows(10, **last)) == found
+    assert kinds(rows(10), rows(10, **last)) == found and kinds(rows(10), rows(9, **last)) == set()
     assert "entropy" not in found or kinds(rows(10), rows(30, **last)) == found  # long since, too

@@ -21,7 +21,7 @@ def test_cut_back(tmp_path):
         sink.write_completions(tmp_path, step, {"completion": ["a", "b"]})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')  # a kill in the middle of a line
-    (tmp_path / "completions" / "step_000004.tmp").write_text("")
+    (tmp_path / "completions" / "step_000002.tmp").write_text("")  # one in that of a file
     assert [row["step"] for row in sink.read_metrics(tmp_path)] == [1, 2, 3]
     assert sink.cut_back(tmp_path, 2) == 20
     assert sink.read_metrics(tmp_path)[-1] == {"step": 2, "reward": 1.0, "kl": None, "loss": None, "num_tokens": 20}
