@@ -45,7 +45,7 @@ def nvfp4_matmul(
 
     Differentiable in x, bias and the adapters; the weight is frozen and gets no gradient. `x A` is accumulated in fp32
     and rounded once. On Mosaic GPU the skinny kernel may compute it (`LoraForm.A`), but not where gradients are taken,
-    whose backward pass needs it; otherwise up to 128 rows the kernel of `decode_prologue`, for shapes it takes and
+    whose backward pass needs it; otherwise, for few rows, the kernel of `decode_prologue`, for shapes it takes and
     without `batch_invariant`; otherwise XLA.
 
     Args:
