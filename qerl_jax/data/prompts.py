@@ -108,6 +108,8 @@ def encode_problems(
                 )
             if ids and (len(ids) <= max_prompt_length or overlong == "truncate_left"):
                 kept.append(EncodedProblem(problem, array.array("i", ids[-max_prompt_length:])))
+    if not any(lengths):
+        raise DataError(f"of {len(problems)} problems none has a prompt of a token or more")
     if not kept:
         raise DataError(
             f"all {len(problems)} prompts are longer than max_prompt_length {max_prompt_length}; "

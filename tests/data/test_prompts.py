@@ -84,6 +84,9 @@ def test_prompt_without_a_chat_template(tokenizer):
     assert plain.batch_decode(encode([Problem(0, "p", "1")], plain, "")) == ["p"]
     kept, overlong = encode_problems([Problem(0, "", "1"), Problem(1, "p", "1")], plain, "", 64)  # one without a token
     assert [item.problem.id for item in kept] == [1] and overlong == 0
+    for problems in ([], [Problem(0, "", "1")] * 2):
+        with pytest.raises(DataError, match=f"of {len(problems)} problems none has a prompt of a token or more"):
+            encode_problems(problems, plain, "", 64)
 
 
 def test_conversations_pass_through_the_chat_template_as_they_are(tokenizer):
