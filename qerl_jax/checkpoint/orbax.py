@@ -105,7 +105,7 @@ class Checkpointer:
         if step is None:
             raise FileNotFoundError(f"{self.directory} holds no checkpoint")
         path, target = self.directory / str(step), _flatten(state)
-        manifest = self._read_manifest(step)
+        manifest = self.manifest(step)
         _refuse_other(path, state.config, manifest["config"])
         if step > (last := state.config.num_rollouts):
             raise ConfigError(
@@ -119,17 +119,13 @@ class Checkpointer:
         placed = [jax.device_put(restored[name], leaf.sharding) for name, leaf in zip(target, leaves, strict=True)]
         return jax.tree.unflatten(treedef, placed)
 
-    def max_steps(self, step: int) -> int:
-        """`max_steps` of the run when the checkpoint was saved."""
-        return self._read_manifest(step)["config"]["max_steps"]
-
     def read(self, step: int, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]:
         """Arrays of a checkpoint by path, those whose path begins with one of `prefixes`. Raises CheckpointError as
         `restore` does.
         """
         import orbax.checkpoint as ocp
 
-        path, manifest = self.directory / str(step), self._read_manifest(step)
+        path, manifest = self.directory / str(step), self.manifest(step)
         wanted = {
             name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
             for name, (dtype, shape) in manifest["arrays"].items()
@@ -156,7 +152,8 @@ class Checkpointer:
                 (path / MANIFEST_FILE).unlink(missing_ok=True)
                 shutil.rmtree(path)
 
-    def _read_manifest(self, step: int) -> dict[str, Any]:
+    def manifest(self, step: int) -> dict[str, Any]:
+        """Config, inputs and arrays of a checkpoint. Raises CheckpointError as `restore` does."""
         path = self.directory / str(step) / MANIFEST_FILE
         try:
             manifest = read_json(path)
@@ -214,14 +211,14 @@ def refuse_changed(config: Config) -> None:
     """Raise ConfigError, as `Checkpointer.restore` does, if `config` is not that of the run that it resumes; one whose
     manifest cannot be read is left to `restore`.
     """
-    if config.resume == "auto" and (step := latest_step(Path(config.output_dir))) is not None:
-        path = Path(config.output_dir).absolute() / CHECKPOINTS_DIR / str(step)
+    checkpoints = Checkpointer(config.output_dir, keep=None)
+    if config.resume == "auto" and (step := checkpoints.latest_step()) is not None:
         with contextlib.suppress(CheckpointError):
-            _refuse_other(path, config, read_json(path / MANIFEST_FILE).get("config"))
+            _refuse_other(checkpoints.directory / str(step), config, checkpoints.manifest(step)["config"])
 
 
-def _refuse_other(path: Path, config: Config, saved: Any) -> None:
-    if isinstance(saved, dict) and (different := differences(config, saved)):
+def _refuse_other(path: Path, config: Config, saved: dict[str, Any]) -> None:
+    if different := differences(config, saved):
         adapter = path.parents[1] / ADAPTER_DIR
         start = f"--adapter {adapter} " if adapter.exists() else ""
         raise ConfigError(
@@ -234,10 +231,10 @@ def saved_inputs(directory: Path) -> dict[str, str]:
     """What the newest checkpoint of a run directory keeps of its inputs; nothing where there is none, or its
     manifest cannot be read, which `Checkpointer.restore` says.
     """
+    checkpoints = Checkpointer(directory, keep=None)
     with contextlib.suppress(CheckpointError):
-        if (step := latest_step(directory)) is not None:
-            inputs = read_json(directory / CHECKPOINTS_DIR / str(step) / MANIFEST_FILE).get("inputs")
-            return inputs if isinstance(inputs, dict) else {}
+        if (step := checkpoints.latest_step()) is not None:
+            return checkpoints.manifest(step)["inputs"]
     return {}
 
 

@@ -113,7 +113,7 @@ def restore(config: Config, checkpoints: Checkpointer, state: TrainState, consol
         say(console, f"no checkpoint to resume in {config.output_dir}: starting from the beginning")
         return state
     state = checkpoints.restore(state)
-    if (before := checkpoints.max_steps(int(state.step))) != config.max_steps:
+    if (before := checkpoints.manifest(int(state.step))["config"]["max_steps"]) != config.max_steps:
         say(console, f"max_steps: {before} -> {config.max_steps}{_of_new_length(state, config, before)}")
     done, last = int(state.step), config.num_rollouts
     rest = "" if done < last else ": nothing is left to train, a larger max_steps goes on"
