@@ -127,6 +127,19 @@ def test_norms_keep_their_fp32_bits(running, policy):
         assert found[name].dtype == np.float32 and found[name].tobytes() == value.tobytes()
 
 
+def test_norms_that_did_not_arrive_are_sent_again(policy):
+    """With the dtype that they have, too."""
+    quiet, loud = (Weights.of_policy(noisy(policy, seed)) for seed in (0, 1))
+    engine, sent = object.__new__(VllmEngine), []
+    engine._norms, engine._lora = quiet.norms, quiet.lora
+    answers = [{name: value.astype(np.float64) for name, value in loud.norms.items()}, quiet.norms]
+    engine._ask = lambda message, _: sent.append(message[1][0]) or answers.pop(0)
+    with pytest.raises(VllmError, match="4 of 4 layer norms"):
+        engine.set_weights(loud)
+    engine.set_weights(quiet)
+    assert [norms is weights.norms for norms, weights in zip(sent, (loud, quiet), strict=True)] == [True, True]
+
+
 def test_a_base_without_an_adapter(running, base):
     engine, asked = running
     engine.set_weights(Weights.of_files(base, None))

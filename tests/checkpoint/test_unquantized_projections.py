@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from qerl_jax import quantize
 from qerl_jax.checkpoint import safetensors as st
+from qerl_jax.checkpoint.adapter import policy_format
 from qerl_jax.checkpoint.hf_config import model_config, stored_quantization
 from qerl_jax.checkpoint.layouts import NF4, NVFP4, Quantization, quantization_of
 from qerl_jax.checkpoint.policy_tensors import dense_tensors
@@ -48,6 +49,7 @@ def test_ignored_projections_are_the_sources_bits_and_the_others_those_of_a_whol
     assert quantize.main([str(source), str(out), "--format", weight_format, "--ignore", *QKV]) == 0
     quantize_checkpoint(source, tmp_path / "whole", weight_format)
     mixed, whole, plain = (fp32_policy(path) for path in (out, tmp_path / "whole", source))
+    assert policy_format(mixed) == weight_format
     for layer in range(2):
         found = weights_of(mixed, layer)
         assert [type(weight) for weight in found] == [Dense, kind, kind, kind]
