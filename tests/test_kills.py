@@ -62,8 +62,8 @@ def metrics_of(directory: Path) -> int:
 # A moment of a run, seen from outside through its files and what it prints.
 MOMENTS: dict[str, Callable[[Path, str], bool]] = {
     "in the evaluation before the run": lambda run, said: said.endswith("before training …\n"),
-    "in a checkpoint's files": lambda run, said: any((run / "checkpoints").glob("*tmp*/*")),
-    "before a checkpoint's manifest": lambda run, said: any(
+    "in a checkpoint's files": lambda run, said: any((run / "checkpoints").glob(".*.writing/*")),
+    "in the removal of a checkpoint": lambda run, said: any(
         path.name.isdigit() and not (path / MANIFEST_FILE).exists() for path in (run / "checkpoints").glob("*")
     ),
     "between metrics and completions": lambda run, said: (
@@ -77,7 +77,7 @@ MOMENTS: dict[str, Callable[[Path, str], bool]] = {
 }
 
 
-SAVES = {"in a checkpoint's files", "before a checkpoint's manifest"}
+SAVES = {"in a checkpoint's files", "in the removal of a checkpoint"}
 AT_THE_END = {"in the evaluation after the run", "in the export of the adapter"}
 
 
