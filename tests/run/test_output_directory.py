@@ -56,7 +56,7 @@ def config_of(directory: Path, **changes: object) -> Config:
 def made_by_a_run(directory: Path) -> dict[str, str]:
     run_directory.write_config(directory, config_of(directory))
     files = (
-        "checkpoints/3/manifest.json checkpoints/3/state/d/0 checkpoints/4.orbax-checkpoint-tmp-1/x evaluation.json "
+        "checkpoints/3/manifest.json checkpoints/3/state/d/0 checkpoints/.4.writing/x evaluation.json "
         "metrics.jsonl completions/step_000003.parquet adapter/adapter_model.safetensors "
         "plots/reward.png nonfinite/step_000002.npz report.md "
         "tensorboard/events.out.tfevents.1.host.from0 wandb/run-1/files/x wandb.json"
