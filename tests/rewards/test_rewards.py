@@ -28,7 +28,7 @@ NUMBERS = [
     ("1 million 450 thousand", None), ("5km", 5), ("45miles", 45), ("540m", 540), ("2cos", None),
     ("5 + 13 = 18", 18), ("$9 * 2 = $18", 18), ("5 + 13", None), ("2 + x = 5", None), ("1 + 1 = 2 = 3", None),
     ("`18`", 18), ("USD 18", 18), ("2**3", None), ("(5, 5)", None), ("x = 5, y = 5", None), ("x + y = 5", None),
-    ("|5|", None), ("Room 3", None), ("x/2", None), ("3x/4", None),
+    ("|5|", None), ("Room 3", None), ("x/2", None), ("3x/4", None), ("1\\frac{2}{2}", None),
 ]  # fmt: skip
 
 
@@ -88,6 +88,7 @@ NOTATION = [
     ("3,500", "3.5", False), ("1 2", "12", False), ("3\\frac{1}{2}", "1.5", False), ("3–5", "-5", False),
     ("3-5", "5", False), ("5 000", "5", False), ("3, 5", "3.5", False),
     ("0.33", "1/3", False), ("1, 2", "2", False), ("–5", "5", False), ("7 \\frac{1}{2}", "7", False),
+    ("1234,5", "1,234.5", False),
 ]  # fmt: skip
 
 
@@ -194,7 +195,9 @@ def test_answer_and_dapo_say_where_there_is_nothing_to_read():
         (lambda **_: [1.0, np.float32("nan")], "for completion 1; expected a finite number"),
         (lambda **_: [np.ones(2), 1.0], "for completion 0; expected a finite number"),
         (lambda **_: [10**400, 1.0], "for completion 0; expected a finite number"),
+        (lambda **_: [1.0, Unparsed(math.nan)], "nan for completion 1"),
         (lambda **_: [1.0, 3e38], r"of completion 1, \(3e\+38,\), add up to 3e\+38"),
+        (lambda **_: [-3e38, 1.0], r"of completion 0, .*, add up to -3e\+38"),
     ],
 )
 def test_score_refuses(reward, words):
