@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import re
 import shutil
 import sys
 import time
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 
 from qerl_jax.atomic import atomic_directory, write_json
-from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINTS_DIR
+from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINT_RESTS, CHECKPOINTS_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
 from qerl_jax.config import Config, ConfigError, differences, to_mapping
 from qerl_jax.messages import one_line
@@ -146,11 +145,11 @@ class Checkpointer:
     def _prune(self) -> None:
         """Delete what a killed process left, and what is older than the newest few checkpoints, the manifest first."""
         oldest = sorted(_steps(self.directory))[-self._keep :][0]
-        for path in filter(Path.is_dir, self.directory.iterdir()):
-            is_rest = re.fullmatch(r"\.\d+\.(writing|replaced)", path.name)  # of `atomic_directory`
-            if is_rest or (path.name.isdecimal() and int(path.name) < oldest):
-                (path / MANIFEST_FILE).unlink(missing_ok=True)
-                shutil.rmtree(path)
+        rests = [path for pattern in CHECKPOINT_RESTS for path in self.directory.glob(pattern)]
+        numbers = (path for path in self.directory.glob("[0-9]*") if path.name.isdecimal())
+        for path in filter(Path.is_dir, (*rests, *(path for path in numbers if int(path.name) < oldest))):
+            (path / MANIFEST_FILE).unlink(missing_ok=True)
+            shutil.rmtree(path)
 
     def manifest(self, step: int) -> dict[str, Any]:
         """Config, inputs and arrays of a checkpoint. Raises CheckpointError as `restore` does."""

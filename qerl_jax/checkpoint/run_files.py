@@ -17,8 +17,11 @@ WANDB_FILE = "wandb.json"
 LOCK_FILE = "run.lock"
 """Host and process of the run that holds the directory. Never deleted: a lock belongs to the file, not to its name."""
 
+CHECKPOINT_RESTS = (".[0-9]*.writing", ".[0-9]*.replaced")
+"""What a killed writer left among the checkpoints, as `atomic_directory` names it."""
+
 OWNED: dict[str, tuple[str, ...]] = {
-    CHECKPOINTS_DIR: ("[0-9]*",),
+    CHECKPOINTS_DIR: ("[0-9]*", *CHECKPOINT_RESTS),
     EVALUATION_FILE: (),
     METRICS_FILE: (),
     COMPLETIONS_DIR: ("step_*.parquet", "step_*.tmp"),
