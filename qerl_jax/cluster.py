@@ -124,8 +124,17 @@ class Cluster:
         """As in `Link`."""
         return _over_devices(_reduced, vector, sizes)
 
-    def leave(self) -> None:
-        """As in `Link`. Process 0, with which the key-value store ends, waits a while for the others."""
+    def leave(
+        self,
+        patience: tuple[float, float] = _LEAVE_SECONDS,
+        shutdown: Callable[[], None] = jax.distributed.shutdown,
+    ) -> None:
+        """As in `Link`. Process 0, with which the key-value store ends, waits a while for the others.
+
+        Args:
+          patience: seconds of that; those where another process has failed.
+          shutdown: ends this process's connection.
+        """
         self._is_over.set()
         if self._index:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -133,9 +142,9 @@ class Cluster:
         else:  # those that are connected when the store ends are aborted
             waiting = threading.Thread(target=self._wait_for_others, daemon=True)
             waiting.start()
-            waiting.join(_LEAVE_SECONDS[self._is_told.is_set()])
+            waiting.join(patience[self._is_told.is_set()])
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.distributed.shutdown()
+            shutdown()
         self._watcher.join(_WATCH_SECONDS)
 
     def _wait_for_others(self) -> None:

@@ -159,7 +159,12 @@ def _size(given: Devices) -> int:
     return 1 if given.tensor_parallel_size is None else given.tensor_parallel_size
 
 
-def sized(given: Devices, program: Sequence[str], fits: Fits) -> tuple[Devices, list[str]]:
+def sized(
+    given: Devices,
+    program: Sequence[str],
+    fits: Fits,
+    gpus: Sequence[driver.Described] | None = None,
+) -> tuple[Devices, list[str]]:
     """The flags and the program of a command with a `tensor_parallel_size`: where none is given, and one GPU of those
     that are used does not hold what each process would, the smallest power of two with which they do, in a line for
     people. Processes that a cluster or other hands start have their GPUs already: 1, as where no number will do.
@@ -167,12 +172,13 @@ def sized(given: Devices, program: Sequence[str], fits: Fits) -> tuple[Devices, 
     Args:
       given, program: as of `run`.
       fits: what `run.memory` estimates.
+      gpus: of this machine; None: as the driver says.
 
     Raises ConfigError for devices that are not there.
     """
     if given.tensor_parallel_size is not None or _place(given)[0] is not None or _cluster() is not None:
         return given, list(program)
-    gpus = driver.gpus()
+    gpus = driver.gpus() if gpus is None else gpus
     used = count_of(given.devices, len(gpus)) if gpus else 1
     sizes = [1 << k for k in range(used.bit_length()) if given.devices == ALL or used % (1 << k) == 0]
     memory = usable_bytes(min((gpu.bytes for gpu in gpus), default=0))

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 from rich.console import Console
 
-from qerl_jax import aqn, command, keys, launch
+from qerl_jax import aqn, command, driver, keys, launch
 from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.orbax import latest_step, saved_inputs
 from qerl_jax.checkpoint.run_files import CONFIG_FILE
@@ -224,9 +224,9 @@ _REPLACED = {
 """The setting of a config file that a flag replaces beside its own, which would contradict it, and by what."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line. Exit code 0: finished; 2: bad input or too little memory, with a one-line error message; 130:
-    stopped by a signal, to be resumed.
+def main(argv: list[str] | None = None, gpus: Sequence[driver.Described] | None = None) -> int:
+    """Command line, on a machine with these GPUs (None: those that the driver names). Exit code 0: finished; 2: bad
+    input or too little memory, with a one-line error message; 130: stopped by a signal, to be resumed.
     """
     output: list[Path] = []
 
@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         use_device_memory(config.vllm_share)
         found = found.of_one() if config.rollout_backend == "vllm" else found
         program = "-m", "qerl_jax.train", *words
-        found, program = launch.sized(found, program, functools.partial(run_fits, config))
+        found, program = launch.sized(found, program, functools.partial(run_fits, config), gpus)
         if found.dry_run:
             config = with_rewards(config)
             sizes = launch.count(found), found.tensor_parallel_size or 1

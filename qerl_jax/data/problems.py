@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -254,8 +254,8 @@ def is_out_of_reach(hub_id: str, cache: Path, api: Any) -> bool:
     return False
 
 
-def _hub(name: str, preset: Preset, split: str, wanted: set[str]) -> Source:
-    """The rows of a preset."""
+def _hub(name: str, preset: Preset, split: str, wanted: set[str], load: Callable | None = None) -> Source:
+    """The rows of a preset by `load`; None: by `datasets.load_dataset`."""
     import datasets
     import huggingface_hub
     from huggingface_hub import constants
@@ -267,7 +267,7 @@ def _hub(name: str, preset: Preset, split: str, wanted: set[str]) -> Source:
             f"is read with {name}:DIRECTORY"
         )
     try:
-        rows = datasets.load_dataset(preset.hub_id, preset.subset, split=split)
+        rows = (load or datasets.load_dataset)(preset.hub_id, preset.subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"cannot read {preset.hub_id} from the Hugging Face hub: {' '.join(str(error).split())}; "

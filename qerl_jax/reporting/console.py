@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import IO
 
 from rich.console import Console
 
 
 class RunConsole(Console):
-    """A console on standard output that falls silent where its reader goes away (`| head`), at which rich's would end
-    the program. It breaks no line of text: a log's paths and commands stay whole.
+    """A console, by default on standard output, that falls silent where its reader goes away (`| head`), at which
+    rich's would end the program. It breaks no line of text: a log's paths and commands stay whole.
 
     Args:
+      file: None: standard output.
       quiet: say nothing.
 
     Attributes:
@@ -20,8 +22,8 @@ class RunConsole(Console):
 
     is_closed = False
 
-    def __init__(self, quiet: bool = False) -> None:
-        super().__init__(highlight=False, quiet=quiet, soft_wrap=True)
+    def __init__(self, file: IO[str] | None = None, quiet: bool = False) -> None:
+        super().__init__(file=file, highlight=False, quiet=quiet, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
         """Say no more, and let nothing else fail at the closed pipe."""

@@ -129,21 +129,29 @@ class WorkerPool:
 
     A task that takes longer than `timeout` seconds, or whose process dies (segmentation fault, `os._exit`, out of
     memory), fails alone, and its worker is replaced, as it is after `RECYCLE_TASKS` tasks. All processes end with
-    `close`, or with this process, even if it is killed. Where no task ends within `START_SECONDS` and its time limit,
+    `close`, or with this process, even if it is killed. Where no task ends within `start_seconds` and its time limit,
     as when all workers are stopped from outside, all of them are replaced, once.
     """
 
-    def __init__(self, names: Sequence[str], count: int, timeout: float):
+    def __init__(
+        self,
+        names: Sequence[str],
+        count: int,
+        timeout: float,
+        start_seconds: float = START_SECONDS,
+        max_failures: int = MAX_FAILURES,
+    ):
         """Start the processes and load the rewards in one. Raises RewardError if that cannot be done."""
         self._names, self._count, self._timeout = list(names), count, timeout
+        self._start_seconds, self._max_failures = start_seconds, max_failures
         self._succeeded: set[str] = set()
         self._failures: dict[str, list[type]] = {name: [] for name in names}  # since the last success
         self._pool: pebble.ProcessPool | None = None
         try:
-            self._started().schedule(_grade, (None, {})).result(START_SECONDS)
+            self._started().schedule(_grade, (None, {})).result(start_seconds)
         except TimeoutError as error:
             self.close()
-            raise RewardError(f"rewards {self._names} were not loaded within {START_SECONDS:.0f} s") from error
+            raise RewardError(f"rewards {self._names} were not loaded within {start_seconds:.0f} s") from error
         except BrokenProcessPool as error:
             self.close()
             raise RewardError(f"the worker of rewards {self._names} ended while loading") from error
@@ -174,7 +182,7 @@ class WorkerPool:
         """Values of each task; the rows of a failed task have the value TimedOut or Crashed. `begun`: the tasks given
         to `begin` before, by number.
 
-        Raises RewardError if the reward raises, if `MAX_FAILURES` consecutive tasks fail, or if all tasks of a reward
+        Raises RewardError if the reward raises, if `max_failures` consecutive tasks fail, or if all tasks of a reward
         fail that never succeeded before. (One that did succeed may fail a whole call: a step can be a single task.)
         """
         results: dict[int, list[float | None]] = {}
@@ -215,7 +223,7 @@ class WorkerPool:
             running[one[1]] = task
         pending = set(running)
         while pending:
-            ended, pending = wait(pending, START_SECONDS + self._limit(name), FIRST_COMPLETED)
+            ended, pending = wait(pending, self._start_seconds + self._limit(name), FIRST_COMPLETED)
             if not ended:
                 return
             for future in sorted(ended, key=running.__getitem__):
@@ -230,7 +238,7 @@ class WorkerPool:
             self._succeeded.add(name)
             return
         failures.append(failure)
-        limit = MAX_FAILURES if name in self._succeeded else min(MAX_FAILURES, count)
+        limit = self._max_failures if name in self._succeeded else min(self._max_failures, count)
         if len(failures) >= limit:
             late = failures.count(TimedOut)
             raise RewardError(

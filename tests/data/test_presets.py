@@ -159,7 +159,7 @@ def test_from_parquet_in_the_published_schema(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_from_the_hub(name, tmp_path, monkeypatch):
+def test_from_the_hub(name, tmp_path):
     """The hub's library is asked for the published address, subset and split, and its rows are read as a file's."""
     asked, preset, split = [], PRESETS[name], EXPECTED[name][0]
     wanted = {preset.prompt_column, *preset.extra, *(column for column, _ in preset.answers)}
@@ -168,8 +168,7 @@ def test_from_the_hub(name, tmp_path, monkeypatch):
         asked.append((address, subset, split))
         return datasets.Dataset(table(name))
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    found = _hub(name, preset, split, wanted)
+    found = _hub(name, preset, split, wanted, load)
     pyarrow.parquet.write_table(table(name), tmp_path / "rows.parquet")
     file = open_file(tmp_path / "rows.parquet", wanted)
     assert (sorted(found.columns), list(found.records)) == (sorted(file.columns), list(file.records))
@@ -224,13 +223,12 @@ def test_a_hub_without_a_connection_is_asked_once(answer, cached, is_out, tmp_pa
 @pytest.mark.parametrize(
     "kind", [datasets.exceptions.DatasetGenerationError, datasets.exceptions.SplitsVerificationError]
 )
-def test_what_the_hubs_library_raises_is_one_line(kind, monkeypatch):
+def test_what_the_hubs_library_raises_is_one_line(kind):
     def load(*_, **__):
         raise kind("no\nsuch rows")
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(DataError, match=r"cannot read openai/gsm8k from .*: no such rows; a local copy is read with"):
-        _hub("gsm8k", PRESETS["gsm8k"], "train", {"question"})
+        _hub("gsm8k", PRESETS["gsm8k"], "train", {"question"}, load)
 
 
 def test_two_subsets_side_by_side_are_not_mixed_up(tmp_path):

@@ -60,7 +60,7 @@ def test_processes_with_two_devices_each(devices, gpus, count):
         ({"coordinator": "a:1", "process_id": 0, "num_processes": 8}, 8, {2}, 1),
     ],
 )
-def test_layers_are_divided_where_one_gpu_does_not_suffice(given, gpus, fitting, size, capsys, monkeypatch):
+def test_layers_are_divided_where_one_gpu_does_not_suffice(given, gpus, fitting, size, capsys):
     """Over the fewest with which the estimate fits JAX's share of the smallest GPU; what is started is told."""
     asked = []
 
@@ -70,9 +70,8 @@ def test_layers_are_divided_where_one_gpu_does_not_suffice(given, gpus, fitting,
 
     usable = usable_bytes(80 * 10**9)
     machine = [driver.Described(H200, (80 + number) * 10**9) for number in range(gpus)]
-    monkeypatch.setattr(driver, "gpus", lambda: machine)
     given = launch.Devices(**given)
-    found, program = launch.sized(given, ["-m", "program"], fits)
+    found, program = launch.sized(given, ["-m", "program"], fits, machine)
     assert launch._size(found) == size and set(asked) <= {(usable, True, H200)}
     is_chosen = given.tensor_parallel_size is None and size > 1
     assert program == ["-m", "program", *(["--tensor-parallel-size", str(size)] if is_chosen else [])]
@@ -80,14 +79,13 @@ def test_layers_are_divided_where_one_gpu_does_not_suffice(given, gpus, fitting,
     assert capsys.readouterr().out == (f"the memory estimate does not {said}" if is_chosen else "")
 
 
-def test_a_dry_run_divides_what_does_not_fit(tmp_path, capsys, monkeypatch):
+def test_a_dry_run_divides_what_does_not_fit(tmp_path, capsys):
     """The bundled policy with adapters of rank 256, on two GPUs of which JAX takes 61 MB: an update takes 75 and 52."""
     use_device_memory()  # as the command does, unless a test before this one did
     machine = [driver.Described(H200, round(61e6 / usable_bytes(1)))] * 2
     flags = ["--dry-run", "--output-dir", str(tmp_path / "run"), "--rollout-memory-gb", "0.001"]
     flags += ["--lora-rank", "256", "--batch-size", "8", "--max-completion-length", "8"]
-    monkeypatch.setattr(driver, "gpus", lambda: machine)
-    assert train.main(flags) == 0
+    assert train.main(flags, machine) == 0
     first, output = capsys.readouterr().out.split("\n", 1)
     assert first.endswith("--tensor-parallel-size 2 is chosen") and "on each of 2 devices" in output
 

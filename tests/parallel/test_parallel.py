@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from replicas import on_replicas, under_slurm
 
-from qerl_jax import cluster
 from qerl_jax.cluster import Cluster
 from qerl_jax.compilation import committed
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
@@ -182,20 +181,19 @@ def test_the_main_thread_takes_notice_once():
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_process_with_the_store_leaves_last(index, monkeypatch):
+def test_the_process_with_the_store_leaves_last(index):
     """The others say that they have left; it waits until they are no longer there, less long where one has failed."""
     alive, ended = [[0, 1, 2], [0, 2], [0]], []
     link = link_of(store := {}, index, 3)
-    monkeypatch.setattr(cluster, "_LEAVE_SECONDS", (60, 0))
-    monkeypatch.setattr(jax.distributed, "shutdown", lambda: ended.append(list(alive)))
+    given = (60, 0), lambda: ended.append(list(alive))
     link._client.get_live_nodes = lambda nodes: alive.pop(0) if nodes == [0, 1, 2] else []
-    link.leave()
+    link.leave(*given)
     assert ended == [[] if index == 0 else [[0, 1, 2], [0, 2], [0]]] and link._is_over.is_set()
     assert store == ({} if index == 0 else {"qerl_jax/left/1": b""})
     link._client.get_live_nodes = lambda nodes: nodes
     link._is_told.set()
     began = time.monotonic()
-    link.leave()
+    link.leave(*given)
     assert time.monotonic() - began < 30
     link._client.get_live_nodes = lambda nodes: []  # ends the thread that waits
 

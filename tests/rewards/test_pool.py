@@ -13,7 +13,6 @@ import pytest
 from processes import is_running
 
 from qerl_jax.rewards import functions
-from qerl_jax.rewards import pool as pools
 from qerl_jax.rewards.functions import RewardError
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rewards.outcomes import TimedOut, Unparsed
@@ -152,16 +151,15 @@ def test_the_time_limit_is_the_limit(mine):
     assert values[0] == 1.0 and isinstance(values[1], TimedOut) and math.isnan(values[1])
 
 
-def test_how_many_failures_are_too_many(mine, monkeypatch):
+def test_how_many_failures_are_too_many(mine):
     """The first few tasks of a large batch where a reward never answered; as many in a row, over any number of steps,
     where it did: a step may be a single task.
     """
     never, act = f"{mine}:never", f"{mine}:act"
-    monkeypatch.setattr(pools, "MAX_FAILURES", 4)
-    pool = WorkerPool([never], 2, 0.02)  # which is no limit of the start
+    pool = WorkerPool([never], 2, 0.02, max_failures=4)  # which is no limit of the start
     with pytest.raises(RewardError, match=r"none of 4 tasks: 4 were stopped after reward_timeout 0.02 s"):
         pool.grade(never, [rows(["x"])] * 64)
-    pool = WorkerPool([act], 1, 30.0)
+    pool = WorkerPool([act], 1, 30.0, max_failures=4)
     for texts in (["a"], ["exit"], ["exit", "exit"], ["b"], ["exit"] * 3):
         values = [value for (value,) in pool.grade(act, [rows([text]) for text in texts])]
         assert values == pytest.approx([math.nan if text == "exit" else 1 for text in texts], nan_ok=True)
@@ -185,19 +183,17 @@ def pids_of(pool: WorkerPool, name: str, tasks: int = 1, text: str = "x") -> lis
     return [int(value) for (value,) in pool.grade(name, [rows([text])] * tasks)]
 
 
-def test_a_reward_that_does_not_load_leaves_no_process_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "START_SECONDS", 0.2)
+def test_a_reward_that_does_not_load_leaves_no_process_behind(tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1000)\n")
     before = set(multiprocessing.active_children())
     with pytest.raises(RewardError, match=r"slow\.py:f'\] were not loaded within 0 s"):
-        WorkerPool([f"{tmp_path / 'slow.py'}:f"], 1, 1.0)
+        WorkerPool([f"{tmp_path / 'slow.py'}:f"], 1, 1.0, start_seconds=0.2)
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_a_worker_that_stopped_while_idle_costs_no_item(mine, monkeypatch):
+def test_a_worker_that_stopped_while_idle_costs_no_item(mine):
     """Though its tasks fill its pipe."""
-    monkeypatch.setattr(pools, "START_SECONDS", 2.5)
-    pool = WorkerPool([f"{mine}:pid"], 1, 0.5)
+    pool = WorkerPool([f"{mine}:pid"], 1, 0.5, start_seconds=2.5)
     (pid,) = pids_of(pool, f"{mine}:pid", text="x" * 800_000)
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()

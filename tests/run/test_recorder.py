@@ -291,8 +291,7 @@ def test_a_reader_that_goes_away_stops_the_run_with_a_checkpoint(running):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:
-        console = RunConsole()
-        console.file = closed
+        console = RunConsole(file=closed)
         other = dataclasses.replace(run, console=console)
         recorder = recorder_of(other, Checkpointer(run.directory, 1))
         with recorder:
