@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,28 @@ from qerl_jax import partition
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # a program was compiled, or loaded from the persistent cache
 
 
-def default_cache_dir() -> Path:
+def default_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """`JAX_COMPILATION_CACHE_DIR`, or a directory in the user's cache folder (`XDG_CACHE_HOME` or ~/.cache)."""
-    if directory := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    if directory := environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(directory)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl-jax" / "compiled"
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl-jax" / "compiled"
 
 
-def use_compilation_cache(directory: str | None) -> str:
+def use_compilation_cache(directory: str | None, environ: Mapping[str, str] = os.environ) -> str:
     """Have JAX keep every compiled program on disk, for later processes to load. Returns one line about it for people.
 
     By default JAX keeps only programs that took a second to compile; a rollout has several that take less.
     `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` in the environment overrides that. Kernels that were compiled beside
-    their program are kept again on their own (0.5B: 43 files, 2 of 25 MB). None: in `default_cache_dir()`.
+    their program are kept again on their own (0.5B: 43 files, 2 of 25 MB).
+
+    Args:
+      directory: where; None: `default_cache_dir(environ)`.
+      environ: the environment.
     """
     if not jax.config.jax_enable_compilation_cache:
         jax.config.update("jax_compilation_cache_dir", None)
         return "compiled programs are not kept (no compilation cache)"
-    path = default_cache_dir() if directory is None else Path(directory)
+    path = default_cache_dir(environ) if directory is None else Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
         is_writable = os.access(path, os.W_OK)
@@ -46,7 +51,7 @@ def use_compilation_cache(directory: str | None) -> str:
 
         reset_cache()  # JAX goes on with the first directory of a process
     jax.config.update("jax_compilation_cache_dir", str(path))
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return f"compiled programs are kept in {path} (compilation_cache_dir)"
 

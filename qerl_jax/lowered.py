@@ -19,7 +19,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -59,16 +59,17 @@ class LoweredPrograms:
         self.on_missing: Callable[[], None] = lambda: None
 
     @classmethod
-    def beside_compiled(cls) -> Self | None:
+    def beside_compiled(cls, sources: Sequence[Path] | None = None) -> Self | None:
         """The folder within JAX's compilation cache. None without a cache, outside of `as_in_sources`, and where a
-        source changed since the process began, which may have read it before.
+        source changed since the process began, which may have read it before. `sources`: files; None: this project's.
         """
-        if not are_kept():
+        sources = _sources() if sources is None else sources
+        if not are_kept(sources):
             return None
         if dispatch.facts(jax.local_devices()[0]) is not None:
             # What it has compiled with Mosaic GPU, XLA links with a library that it knows from this import alone.
             importlib.import_module("jax.experimental.mosaic.gpu")
-        return cls(Path(jax.config.jax_compilation_cache_dir) / "lowered", environment())
+        return cls(Path(jax.config.jax_compilation_cache_dir) / "lowered", environment(sources))
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -157,10 +158,10 @@ def as_in_sources() -> Iterator[None]:
         _is_as_in_sources.reset(token)
 
 
-def environment() -> bytes:
+def environment(sources: Sequence[Path]) -> bytes:
     """A hash of all that lowering depends on besides a function and its arguments."""
     found = hashlib.sha256()
-    for path in _sources():
+    for path in sources:
         found.update(f"{path}\n".encode() + hashlib.sha256(path.read_bytes()).digest())
     gpu, device = dispatch.this_gpu(), jax.local_devices()[0]
     # Which GPU is a process's own is no matter to what it runs there: those of a run share their programs.
@@ -180,14 +181,14 @@ def _versions() -> list[str]:
     return sorted({name for name in found if name.lower().startswith(_DISTRIBUTIONS)})
 
 
-def are_kept() -> bool:
+def are_kept(sources: Sequence[Path] | None = None) -> bool:
     """Whether this process keeps lowered programs, as `LoweredPrograms.beside_compiled` says."""
-    return bool(jax.config.jax_compilation_cache_dir and _is_as_in_sources.get() and are_as_begun())
+    return bool(jax.config.jax_compilation_cache_dir and _is_as_in_sources.get() and are_as_begun(sources))
 
 
-def are_as_begun() -> bool:
-    """Whether no source of this project changed since this process began, which may have read it before."""
-    return max(path.stat().st_mtime for path in _sources()) <= _process_start()
+def are_as_begun(sources: Sequence[Path] | None = None) -> bool:
+    """Whether no source, None: of this project, changed since this process began, which may have read it before."""
+    return max(map(_changed, _sources() if sources is None else sources)) <= _process_start()
 
 
 def _is_locked(file: int, program: int) -> bool | None:
@@ -204,6 +205,10 @@ def _is_locked(file: int, program: int) -> bool | None:
 def _sources() -> list[Path]:
     roots = (Path(importlib.util.find_spec(package).origin).parent for package in _PACKAGES)
     return sorted(path for root in roots for path in root.rglob("*") if path.suffix in (".py", ".json"))
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _process_start() -> float:

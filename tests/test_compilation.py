@@ -60,17 +60,15 @@ def settings() -> Iterator[Callable[[], tuple]]:
         jax.config.update(f"jax_{name}", value)
 
 
-def test_the_cache_can_be_moved_limited_and_turned_off(settings, tmp_path, monkeypatch):
+def test_the_cache_can_be_moved_limited_and_turned_off(settings, tmp_path):
     mine = str(tmp_path / "mine")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 60)
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "60")
-    use_compilation_cache(mine)
+    use_compilation_cache(mine, {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "60"})
     assert settings() == (mine, True, 60)
-    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-    assert use_compilation_cache(mine) == f"compiled programs are kept in {mine} (compilation_cache_dir)"
+    assert use_compilation_cache(mine, {}) == f"compiled programs are kept in {mine} (compilation_cache_dir)"
     assert settings() == (mine, True, 0)
     for folder in "mine", "other":
-        use_compilation_cache(str(tmp_path / folder))
+        use_compilation_cache(str(tmp_path / folder), {})
         jax.block_until_ready(jax.jit(lambda x: x * 3 + len(folder))(1.0))  # noqa: B023
     assert all(any((tmp_path / folder).glob("*-cache")) for folder in ("mine", "other"))
     (tmp_path / "file").touch()
@@ -81,11 +79,9 @@ def test_the_cache_can_be_moved_limited_and_turned_off(settings, tmp_path, monke
     assert not (tmp_path / "unused").exists()
 
 
-def test_the_default_directory(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"HOME": "/home/a"})
-    assert default_cache_dir() == Path("/home/a/.cache/qerl-jax/compiled")
-    os.environ |= {"XDG_CACHE_HOME": "a", "JAX_COMPILATION_CACHE_DIR": "b"}
-    assert default_cache_dir() == Path("b")
+def test_the_default_directory():
+    assert default_cache_dir({}) == Path.home() / ".cache" / "qerl-jax" / "compiled"
+    assert default_cache_dir({"XDG_CACHE_HOME": "a", "JAX_COMPILATION_CACHE_DIR": "b"}) == Path("b")
 
 
 def test_the_counter_names_what_is_compiled_once():

@@ -120,35 +120,34 @@ def test_a_program_is_lowered_for_the_gpu_that_is_asked_about():
     assert platforms == [("cpu",), ("cuda",)]
 
 
-def test_sources_and_only_those_of_a_command_decide(tmp_path, monkeypatch):
+def test_sources_and_only_those_of_a_command_decide(tmp_path):
     """Another byte is another environment, also of the GPU's own tuning table; a source newer than the process, or a
     process that may have replaced functions, keeps nothing.
     """
     file = tmp_path / "module.py"
-    monkeypatch.setattr(lowered, "_sources", lambda: [file])
     file.write_text("x = 1")
-    before = environment()
-    assert environment() == before
+    before = environment([file])
+    assert environment([file]) == before
     file.write_text("x = 2")
-    assert environment() != before
+    assert environment([file]) != before
     tables = []
     for rows in ("[]", "[1]"):
         (tmp_path / "table.json").write_text(rows)
         with dispatch.lowering_for(dataclasses.replace(H200, own_table=str(tmp_path / "table.json"))):
-            tables.append(environment())
+            tables.append(environment([file]))
     assert tables[0] != tables[1]
     os.utime(file, (1, 1))
     was = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-        assert LoweredPrograms.beside_compiled() is None
+        assert LoweredPrograms.beside_compiled([file]) is None
         with as_in_sources():
-            assert LoweredPrograms.beside_compiled() is not None
+            assert LoweredPrograms.beside_compiled([file]) is not None
             os.utime(file, (time.time() + 60,) * 2)
-            assert LoweredPrograms.beside_compiled() is None
+            assert LoweredPrograms.beside_compiled([file]) is None
             os.utime(file, (1, 1))
             jax.config.update("jax_compilation_cache_dir", None)
-            assert LoweredPrograms.beside_compiled() is None
+            assert LoweredPrograms.beside_compiled([file]) is None
     finally:
         jax.config.update("jax_compilation_cache_dir", was)
 

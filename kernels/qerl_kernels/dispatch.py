@@ -17,7 +17,6 @@ from qerl_kernels.nvfp4_matmul import tuning
 
 log = logging.getLogger("qerl_kernels")
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
-MIN_JAX = (0, 11)  # of the kernels
 MIN_ARCH = 80  # the first with bf16 in its tensor cores, and with `cp.async`
 _target: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("the GPU to lower for", default=None)
 
@@ -87,22 +86,18 @@ def _arch(device: jax.Device) -> int | None:
     return 10 * int(found[1]) + int(found[2]) if device.platform == "gpu" and found else None
 
 
-def version_of(text: str) -> tuple[int, ...]:
-    """(0, 11) of 0.11.2."""
-    return tuple(int(part) for part in text.split(".")[:2])
-
-
-def missing_for_mosaic_gpu(dtype: jax.typing.DTypeLike, gpu: Gpu | None = None) -> str | None:
-    """What keeps the Mosaic GPU kernels from running on a GPU with activations of `dtype`; None where they run. `gpu`
-    None: that of `lowering_for`, else the default device; with one no device is started.
-    """
+def missing_for_mosaic_gpu(
+    dtype: jax.typing.DTypeLike, gpu: Gpu | None = None, version: str = jax.__version__
+) -> str | None:
+    """What keeps the Mosaic GPU kernels from running on a GPU with activations of `dtype`, by JAX of this version; None
+    where they run. `gpu` None: that of `lowering_for`, else the default device; with one no device is started."""
     gpu = gpu or target()
     if gpu is None and (gpu := _without_table(jax.local_devices()[0])) is None:
         return f"an NVIDIA GPU (the default device is {jax.local_devices()[0].platform})"
     if gpu.arch < MIN_ARCH:
         return f"compute capability 8.0 or later (this is {gpu.name}, {gpu.arch / 10})"
-    if version_of(jax.__version__) < MIN_JAX:
-        return f"jax {'.'.join(map(str, MIN_JAX))} or later (this is {jax.__version__})"
+    if tuple(int(part) for part in version.split(".")[:2]) < (0, 11):
+        return f"jax 0.11 or later (this is {version})"
     if dtype != jax.numpy.bfloat16:
         return f"bf16 activations (these are {jax.numpy.dtype(dtype).name})"
     return None

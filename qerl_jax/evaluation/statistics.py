@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64, Int
 
 _Z95 = 1.959963984540054  # two-sided 95 % of the normal distribution
-_RESAMPLES = 10_000
+RESAMPLES = 10_000
 _AT_ONCE = 4_000_000  # weights of resamples held at a time, 8 bytes each
 
 
@@ -39,7 +39,7 @@ def ks(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
-def estimates(values: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
+def estimates(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES) -> dict[str, Estimate]:
     """Mean of each list of P values, one a problem, with its interval over problems: Wilson's where all of them are 0
     or 1, else the percentile bootstrap's (Efron & Tibshirani 1993, chapter 13), for which all lists are resampled
     together, from one fixed seed.
@@ -47,7 +47,7 @@ def estimates(values: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
     columns = {name: np.array(column, np.float64) for name, column in values.items()}
     count = len(next(iter(columns.values())))
     means: dict[str, list[np.ndarray]] = {name: [] for name in columns}
-    for weights in _weights(count):
+    for weights in _weights(count, resamples):
         for name, column in columns.items():
             means[name].append(weights @ column / count)
     found = {}
@@ -60,11 +60,11 @@ def estimates(values: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
     return found
 
 
-def _weights(count: int) -> Iterator[Int[np.ndarray, "R P"]]:
+def _weights(count: int, resamples: int) -> Iterator[Int[np.ndarray, "R P"]]:
     """How often each of `count` problems is in each resample, some of the resamples at a time, from one fixed seed."""
     random, step = np.random.default_rng(0), max(1, _AT_ONCE // count)
-    for start in range(0, _RESAMPLES, step):
-        yield random.multinomial(count, np.full(count, 1 / count), size=min(step, _RESAMPLES - start))
+    for start in range(0, resamples, step):
+        yield random.multinomial(count, np.full(count, 1 / count), size=min(step, resamples - start))
 
 
 def wilson(mean: float, count: int) -> tuple[float, float]:

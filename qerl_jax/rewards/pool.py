@@ -128,9 +128,9 @@ class WorkerPool:
     """Processes that grade tasks in parallel; results come in the order of the tasks.
 
     A task that takes longer than `timeout` seconds, or whose process dies (segmentation fault, `os._exit`, out of
-    memory), fails alone, and its worker is replaced, as it is after `RECYCLE_TASKS` tasks. All processes end with
-    `close`, or with this process, even if it is killed. Where no task ends within `start_seconds` and its time limit,
-    as when all workers are stopped from outside, all of them are replaced, once.
+    memory), fails alone, and its worker is replaced, as it is after `recycle` tasks. All processes end with `close`, or
+    with this process, even if it is killed. Where no task ends within `start_seconds` and its time limit, as when all
+    workers are stopped from outside, all of them are replaced, once.
     """
 
     def __init__(
@@ -138,11 +138,12 @@ class WorkerPool:
         names: Sequence[str],
         count: int,
         timeout: float,
+        recycle: int = RECYCLE_TASKS,
         start_seconds: float = START_SECONDS,
         max_failures: int = MAX_FAILURES,
     ):
         """Start the processes and load the rewards in one. Raises RewardError if that cannot be done."""
-        self._names, self._count, self._timeout = list(names), count, timeout
+        self._names, self._count, self._timeout, self._recycle = list(names), count, timeout, recycle
         self._start_seconds, self._max_failures = start_seconds, max_failures
         self._succeeded: set[str] = set()
         self._failures: dict[str, list[type]] = {name: [] for name in names}  # since the last success
@@ -253,7 +254,7 @@ class WorkerPool:
         if self._pool is None:
             self._context = _Context()
             begin = _begin, (self._names, os.getpid())
-            self._pool = pebble.ProcessPool(self._count, RECYCLE_TASKS, *begin, self._context)
+            self._pool = pebble.ProcessPool(self._count, self._recycle, *begin, self._context)
         return self._pool
 
 

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 import jax
 from qerl_kernels import dispatch
 from qerl_kernels.gpu import H200, Gpu
 
-KERNELS_NEED_PYTHON = (3, 12)  # the oldest that supports `dispatch.MIN_JAX`
+KERNELS_NEED_JAX = (0, 11)
+KERNELS_NEED_PYTHON = (3, 12)  # the oldest that jax 0.11 supports
 DETERMINISTIC_FLAGS = (
     "--xla_gpu_deterministic_ops=true",
     "--xla_gpu_exclude_nondeterministic_ops=true",
@@ -25,18 +28,18 @@ _SHARE = 0.94  # the rest is for libraries and loaded programs
 _SHARE_OF_JAX = 0.75
 
 
-def use_device_memory(vllm_share: float = 0.0) -> None:
+def use_device_memory(vllm_share: float = 0.0, environment: MutableMapping[str, str] = os.environ) -> None:
     """Have JAX take 94 % of a GPU's memory when it starts one, not 75, less the share that vLLM takes, unless the
     environment says how much (`XLA_CLIENT_MEM_FRACTION`, or its old name `XLA_PYTHON_CLIENT_MEM_FRACTION`).
     """
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # JAX refuses both
-        os.environ.setdefault(MEMORY, f"{_SHARE - vllm_share:.2f}")
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # JAX refuses both
+        environment.setdefault(MEMORY, f"{_SHARE - vllm_share:.2f}")
 
 
-def usable_bytes(memory: int) -> float:
+def usable_bytes(memory: int, environment: Mapping[str, str] = os.environ) -> float:
     """What `device_bytes` will be of a GPU with so much memory, before JAX starts it."""
     names = "XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY
-    return memory * next((float(os.environ[name]) for name in names if name in os.environ), _SHARE_OF_JAX)
+    return memory * next((float(environment[name]) for name in names if name in environment), _SHARE_OF_JAX)
 
 
 def device_bytes() -> int | None:
@@ -50,23 +53,29 @@ def free_device_bytes() -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
 
 
-def kernels_note(matmul_kernel: str) -> str | None:
+def kernels_note(
+    matmul_kernel: str, device: Any = None, jax_version: str = jax.__version__, python: str = platform.python_version()
+) -> str | None:
     """A line for users of an NVIDIA GPU: what to install where jax is older than the kernels need, else which kernels
-    run and whether their configs were timed on this GPU; None elsewhere, and where `matmul_kernel` "xla" asks for none.
+    run and whether their configs were timed on this GPU; None elsewhere.
+
+    Args:
+      matmul_kernel: as in Config; "xla" asks for no kernels, so that none are missed.
+      device: None: the first.
+      jax_version, python: as installed.
     """
-    device = jax.local_devices()[0]
+    device, version = device or jax.local_devices()[0], tuple(int(part) for part in jax_version.split(".")[:2])
     gpu = dispatch.facts(device)
     if matmul_kernel == "xla" or gpu is None or gpu.arch < dispatch.MIN_ARCH:
         return None
-    if dispatch.version_of(jax.__version__) >= dispatch.MIN_JAX:
+    if version >= KERNELS_NEED_JAX:
         return _tier_note(gpu)
-    needed, needed_python = (".".join(map(str, version)) for version in (dispatch.MIN_JAX, KERNELS_NEED_PYTHON))
-    python = platform.python_version()
-    is_old = dispatch.version_of(python) < KERNELS_NEED_PYTHON
+    needed, needed_python = ".".join(map(str, KERNELS_NEED_JAX)), ".".join(map(str, KERNELS_NEED_PYTHON))
+    is_old = tuple(map(int, python.split(".")[:2])) < KERNELS_NEED_PYTHON
     upgrade = f"in an environment of Python {needed_python} or later (this is {python}), " if is_old else ""
     return (
         f"WARNING: {device.device_kind}: running without the GPU kernels, several times slower: they need jax "
-        f"{needed} or later (this is {jax.__version__}). To use them: {upgrade}pip install -U 'jax[cuda13]>={needed}'"
+        f"{needed} or later (this is {jax_version}). To use them: {upgrade}pip install -U 'jax[cuda13]>={needed}'"
     )
 
 
@@ -87,12 +96,12 @@ def _tier_note(gpu: Gpu) -> str:
     return f"{gpu.name} (compute capability {gpu.arch / 10}): {words}"
 
 
-def make_deterministic() -> None:
+def make_deterministic(environment: MutableMapping[str, str] = os.environ) -> None:
     """Have XLA compile for GPUs only operations whose result is the same in every run; those of CPUs always are.
 
     Raises ValueError if a device has been started in this process without those flags.
     """
-    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = environment.get("XLA_FLAGS", "").split()
     missing = [flag for flag in DETERMINISTIC_FLAGS if flag not in flags]
     if not missing:
         return
@@ -103,4 +112,4 @@ def make_deterministic() -> None:
             "deterministic is set, but JAX has started its devices already: set it before anything runs, or put "
             f"XLA_FLAGS={' '.join(missing)!r} into the environment"
         )
-    os.environ["XLA_FLAGS"] = " ".join([*flags, *missing])
+    environment["XLA_FLAGS"] = " ".join([*flags, *missing])

@@ -16,7 +16,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -32,13 +32,18 @@ from qerl_jax.run.hooks import Hooks
 _CORES_OF_ONE, _MOST = 4, 4
 
 
-def useful_workers(hooks: Hooks, replicas: Replicas) -> int:
+def useful_workers(
+    hooks: Hooks, replicas: Replicas, gpus: Sequence[driver.Described] | None = None, cores: int | None = None
+) -> int:
     """One for each four cores, four at most, beside the first process of a command that runs on Hoppers (Mosaic GPU
     lowers for one where it sees no GPU), one for each process, without functions of the user's; else none.
+
+    Args:
+      gpus, cores: that this process may use; None: as the system says.
     """
     if hooks != Hooks() or not replicas.is_first or replicas.tensor_parallel > 1 or not are_kept():
         return 0
-    gpus, cores = driver.gpus(), len(os.sched_getaffinity(0))
+    gpus, cores = driver.gpus() if gpus is None else gpus, cores or len(os.sched_getaffinity(0))
     return min(cores // _CORES_OF_ONE, _MOST) if gpus and gpus[0].gpu.tier == "wgmma" else 0
 
 

@@ -61,7 +61,7 @@ def restored(replicas: Replicas) -> list[float]:
 def lowered(replicas: Replicas) -> list[str]:
     """Programs in a folder in which each process has lowered one, on a machine where each has a GPU of its own."""
     jax.config.update("jax_cuda_visible_devices", str(replicas.index))
-    kept = LoweredPrograms(Path(os.environ["PLACE"]) / "lowered", environment())
+    kept = LoweredPrograms(Path(os.environ["PLACE"]) / "lowered", environment([]))
     record(checksum, jnp.arange(3.0), kept=kept)
     replicas.agree()
     return [file.name.split("-")[0] for file in kept.directory.iterdir()]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import platform
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -61,12 +60,9 @@ def test_flags_are_added_once_and_xla_knows_them():
         ("0.10.2", "7.5", "auto", "3.11.9", None),
     ],
 )
-def test_a_gpu_with_an_older_jax_is_told_what_to_install(monkeypatch, version, capability, kernel, python, words):
+def test_a_gpu_with_an_older_jax_is_told_what_to_install(version, capability, kernel, python, words):
     device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="NVIDIA H100")
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    monkeypatch.setattr(jax, "__version__", version)
-    monkeypatch.setattr(platform, "python_version", lambda: python)
-    note = kernels_note(kernel)
+    note = kernels_note(kernel, device, version, python)
     if words is None:
         assert note is None
         return
@@ -74,15 +70,12 @@ def test_a_gpu_with_an_older_jax_is_told_what_to_install(monkeypatch, version, c
     assert ("Python 3.12" in note) == python.startswith("3.11")
 
 
-def test_a_gpu_is_told_its_kernels_and_whose_configs_they_have(monkeypatch):
+def test_a_gpu_is_told_its_kernels_and_whose_configs_they_have():
     """Those of `tune` once it has left a table."""
 
     def note(capability, sms):
         device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="GPU A", core_count=sms)
-        monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        return kernels_note("auto")
-
-    monkeypatch.setattr(jax, "__version__", "0.11.2")
+        return kernels_note("auto", device, "0.11.2")
 
     assert note("9.0", 132).startswith("GPU A (compute capability 9.0): 4-bit kernels for prefill, decode and update")
     assert note("9.0", 132).endswith("configs timed on an H200")
@@ -98,16 +91,15 @@ def test_a_cpu_is_told_nothing():
     assert kernels_note("auto") is None
 
 
-def test_too_late_is_an_error(tmp_path, capsys, monkeypatch):
+def test_too_late_is_an_error(tmp_path, capsys):
     jax.devices()
     with pytest.raises(ValueError, match="JAX has started its devices already"):
-        make_deterministic()
+        make_deterministic({})
     flags = ["--dataset", "arithmetic", "--deterministic", "--max-completion-length", "8", "--max-prompt-length", "96"]
     for main, own in ((train.main, ["--model", "tiny", "--output-dir", str(tmp_path)]), (evaluate, ["tiny"])):
         assert main([*own, *flags]) == 2
         assert "JAX has started its devices already" in capsys.readouterr().err
-    monkeypatch.setenv("XLA_FLAGS", " ".join(DETERMINISTIC_FLAGS))
-    make_deterministic()
+    make_deterministic({"XLA_FLAGS": " ".join(DETERMINISTIC_FLAGS)})
 
 
 OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -117,19 +109,16 @@ OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     ("before", "after"),
     [({}, {MEMORY: "0.94"}), ({MEMORY: "0.5"}, {MEMORY: "0.5"}), ({OLD_NAME: "0.3"}, {OLD_NAME: "0.3"})],
 )
-def test_jax_takes_most_of_the_memory_unless_told(monkeypatch, before, after):
+def test_jax_takes_most_of_the_memory_unless_told(before, after):
     """What a program estimates with. JAX itself, without a word, takes three quarters."""
-    monkeypatch.setattr(os, "environ", {})
-    assert usable_bytes(1000) == 750
-    os.environ |= before
-    use_device_memory()
-    assert os.environ == after and usable_bytes(1000) == 1000 * float(*after.values())
+    use_device_memory(environment=before)
+    assert before == after and usable_bytes(1000, before) == 1000 * float(*after.values())
+    assert usable_bytes(1000, {}) == 750
 
 
-def test_jax_leaves_vllm_its_share(monkeypatch):
-    monkeypatch.setattr(os, "environ", {})
-    use_device_memory(0.4)
-    assert os.environ == {MEMORY: "0.54"}
+def test_jax_leaves_vllm_its_share():
+    use_device_memory(0.4, environment := {})
+    assert environment == {MEMORY: "0.54"}
 
 
 @pytest.mark.parametrize(
@@ -207,4 +196,5 @@ def test_the_driver_describes_the_gpus_that_jax_starts():
     described, device = driver.gpus(), jax.local_devices()[0]
     assert len(described) == jax.local_device_count()
     assert described[0].gpu == dataclasses.replace(dispatch.facts(device), own_table=None)
-    assert usable_bytes(described[0].bytes) == pytest.approx(device_bytes(), rel=0.01)
+    environment = {name: os.environ[name] for name in os.environ if name.endswith("MEM_FRACTION")}
+    assert usable_bytes(described[0].bytes, environment) == pytest.approx(device_bytes(), rel=0.01)

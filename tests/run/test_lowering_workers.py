@@ -20,7 +20,6 @@ import pytest
 import runs
 from qerl_kernels.gpu import H200, gpu_of
 
-from qerl_jax import driver
 from qerl_jax.config import Config
 from qerl_jax.driver import Described
 from qerl_jax.lowered import LoweredPrograms, as_in_sources
@@ -138,14 +137,12 @@ def test_no_more_workers_than_the_system_starts():
         assert workers.processes == []
 
 
-def test_where_workers_are_useful(tmp_path, monkeypatch):
+def test_where_workers_are_useful(tmp_path):
     """Beside the first process of a command, with a cache, on a Hopper of its own with cores to spare."""
     hopper, ada = (Described(gpu, 1 << 34) for gpu in (H200, gpu_of("NVIDIA RTX 4090", 89, 128)))
 
     def workers(gpus=(hopper,), cores=16, replicas=ALONE, **functions):
-        monkeypatch.setattr(driver, "gpus", lambda: gpus)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
-        return useful_workers(Hooks(**functions), replicas)
+        return useful_workers(Hooks(**functions), replicas, gpus, cores)
 
     was = jax.config.jax_compilation_cache_dir
     try:
