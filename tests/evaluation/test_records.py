@@ -117,7 +117,8 @@ def test_a_date_in_prompts_is_that_of_the_adapters_run_and_then_of_the_records(t
     template.write_text(template.read_text() + "{{ strftime_now('%d %b %Y') }}")
     export_adapter(load_policy(model, lora=LoraConfig(1)), run / "adapter")
     (run / "checkpoints/3").mkdir(parents=True)
-    small.write_json(run / "checkpoints/3/manifest.json", {"inputs": {"date in prompts": "2024-07-06"}})
+    manifest = {"config": {}, "inputs": {"date in prompts": "2024-07-06"}, "arrays": {}}
+    small.write_json(run / "checkpoints/3/manifest.json", manifest)
 
     def prompt(*flags: str) -> str:
         def generate(policy, prompts, *_):

@@ -294,15 +294,15 @@ def all_near(got, expected):
     ("rows", "widths", "ranks"),
     [
         (8, (512,), (32,)),
-        (128, (256, 64, 192), (8, 64, 16)),
-        (129, (256, 64, 192), (8, 64, 16)),
+        (256, (256, 64, 192), (8, 64, 16)),
+        (257, (256, 64, 192), (8, 64, 16)),
         (64, (240, 272), (16, 16)),
     ],
 )
-def test_up_to_128_rows_the_prologue_kernel_computes_lora_x(calls, rows, widths, ranks):
+def test_up_to_256_rows_the_prologue_kernel_computes_lora_x(calls, rows, widths, ranks):
     product, arguments = draw_for_gradients(rows, widths, ranks)
     got = compiled_gradients(product, arguments)
-    assert [call for call in calls if call[0] == "shrink"] == [("shrink", rows, ranks)] * (rows <= 128)
+    assert [call for call in calls if call[0] == "shrink"] == [("shrink", rows, ranks)] * (rows <= 256)
     assert rows > 8 or calls[1:] == [("few", rows, "whole"), ("many", rows, None)]
     calls.clear()
     expected = compiled_gradients(product, arguments, implementation="xla")
@@ -375,10 +375,10 @@ def test_where_many_rows_are_multiplied_by_tcgen05():
     assert chosen == [Tcgen05Config()] + [None] * 5
 
 
-@pytest.mark.parametrize(("how", "batch"), [("vmap", 3), ("scan", 3), ("remat", 3), ("inner", 12)])
+@pytest.mark.parametrize(("how", "batch"), [("vmap", 3), ("scan", 3), ("remat", 3), ("inner", 22)])
 def test_transformations_of_a_gemm_whose_lora_x_a_kernel_computes(calls, how, batch):
     """`vmap`, within a gradient or around it, makes one call of the kernel with more rows (36), none where they are too
-    many (144)."""
+    many (264)."""
     product, (x, pairs) = draw_for_gradients(12 * batch, (256, 256), (32, 8))
     several = x.reshape(batch, 12, K)
     of_one = lambda x, **more: value_and_gradients(product, (x, pairs), **more)  # noqa: E731
