@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -59,12 +61,26 @@ def open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode))
 
 
+def _interrupt_again(unraisable: Any) -> None:
+    """As `sys.__unraisablehook__`, but Ctrl-C comes once more where it met a callback that nothing is raised from, as
+    that of JAX at every garbage collection.
+    """
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+        return
+    # To this thread, because a call that it waits in is to end.
+    again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    again.daemon = True
+    again.start()
+
+
 def end(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with its exit code: at once unless it is 0, because other threads may be inside a
     compiler, which crashes an interpreter that shuts down, and a standard output that failed would fail once more. A
     run of Weights & Biases that failed is first reported by its own hook.
     """
     open_standard_streams()
+    sys.unraisablehook = _interrupt_again
     with as_in_sources():
         code = main()
     is_reported = code == FAILED and getattr(sys.modules.get("wandb"), "run", None) is not None

@@ -48,6 +48,29 @@ def test_an_interrupt_says_what_is_left(capsys):
     assert code == command.STOPPED and capsys.readouterr().err == "in the evaluation\n"
 
 
+SWALLOWED = """
+import gc, signal, time
+from qerl_jax import command
+
+def callback(phase, info):
+    gc.callbacks.remove(callback)
+    signal.raise_signal(signal.SIGINT)
+
+def body():
+    gc.callbacks.append(callback)
+    gc.collect()
+    time.sleep(100)
+
+command.end(lambda: command.run(body))
+"""
+
+
+def test_an_interrupt_that_a_callback_swallows_comes_again():
+    """As JAX's, which runs at any garbage collection, and from which Python raises nothing."""
+    done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, timeout=90)
+    assert done.returncode == command.STOPPED and done.stderr == "interrupted\n"
+
+
 PRINTS = """
 from qerl_jax import command
 command.end(lambda: command.run(lambda: print("result") or 0))
