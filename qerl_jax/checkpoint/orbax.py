@@ -146,7 +146,7 @@ class Checkpointer:
         """Delete what a killed process left, and what is older than the newest few checkpoints, the manifest first."""
         oldest = sorted(_steps(self.directory))[-self._keep :][0]
         rests = [path for pattern in CHECKPOINT_RESTS for path in self.directory.glob(pattern)]
-        numbers = (path for path in self.directory.glob("[0-9]*") if path.name.isdecimal())
+        numbers = (path.parent for path in self.directory.glob(f"[0-9]*/{_ARRAYS_DIR}") if path.parent.name.isdecimal())
         for path in filter(Path.is_dir, (*rests, *(path for path in numbers if int(path.name) < oldest))):
             (path / MANIFEST_FILE).unlink(missing_ok=True)
             shutil.rmtree(path)

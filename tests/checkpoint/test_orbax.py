@@ -79,12 +79,13 @@ def test_a_run_resumes_from_the_whole_state(state, saved, tmp_path):
 def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
     (tmp_path / "checkpoints" / ".6.writing").mkdir(parents=True)  # of a process that was killed
     (tmp_path / "checkpoints" / "7").mkdir()  # without a manifest, and newer
-    (tmp_path / "checkpoints" / ".trash").mkdir()  # of a file manager, as is
+    (tmp_path / "checkpoints" / "00").mkdir()  # somebody else's, as are
+    (tmp_path / "checkpoints" / ".trash").mkdir()
     (tmp_path / "checkpoints" / ".DS_Store").touch()
     checkpoints = Checkpointer(tmp_path, 2)
     for step in (1, 2, 3):
         checkpoints.save(at(state, step))
-    assert sorted(path.name for path in checkpoints.directory.iterdir()) == [".DS_Store", ".trash", "2", "3", "7"]
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == [".DS_Store", ".trash", "00", "2", "3", "7"]
     assert_same(checkpoints.restore(state), at(state, 3))
     norms, _ = jax.tree_util.tree_flatten_with_path(at(state, 3).norms)
     paths = [f"norms/{jax.tree_util.keystr(path, simple=True, separator='/')}" for path, _ in norms]
