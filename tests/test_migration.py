@@ -291,7 +291,7 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             {"dataset": ("bigmath",), "eval_dataset": None},
             "eval_strategy 'steps': name eval_dataset",
         ),
-        ("warmup_steps: 10", {"warmup_ratio": 0.1}, "warmup_steps 10: warmup_ratio is 10 / number of updates"),
+        ("warmup_steps: 10", {"warmup_ratio": 0.1}, "; until it is given the default 0.1"),
         ("warmup_steps: 7\nmax_steps: 25", {"warmup_ratio": math.nextafter(0.28, 0)}, ""),  # 0.28 · 25 is above 7
         ("warmup_steps: 3\nmax_steps: 3", {"max_steps": 3, "warmup_ratio": 0.1}, "warmup_steps 3: warmup_ratio is 3 /"),
         ("warmup_steps: 1\nmax_steps: 3\nnum_iterations: 2", {"warmup_ratio": 0.25}, "is its share of 4 updates"),
@@ -336,6 +336,11 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             "reward_funcs: trl.rewards.get_soft_overlong_punishment",
             {"reward_funcs": None, "dataset": ("gsm8k",)},
             "same; the nearest is overlong, with overlong_buffer",
+        ),
+        (
+            "reward_funcs: [accuracy_reward, accuracy_reward]\nreward_weights: [1, 0.5]",
+            {"reward_funcs": ("math_verify",), "reward_weights": (1.5,)},
+            "",
         ),
         ("reward_weights: [2]", {"reward_weights": (2.0,)}, "those of the functions that train(reward_funcs=…)"),
         ("seed: null\nlearning_rate:\nper_device_train_batch_size: null", {"seed": 42, "learning_rate": 1e-6}, ""),

@@ -153,7 +153,7 @@ def _data(values: dict[str, Any], left_out: list[str], beside: Path) -> dict[str
         raise ConfigError(f"{len(names)} reward_funcs but {len(shares)} reward_weights: give each function one")
     for name, weight in zip(names, shares, strict=True):
         if here := _REWARDS.get(name) or files.get(name):
-            rewards[here] = weight
+            rewards[here] = weight if here not in rewards else float(rewards[here]) + float(weight)
             if name in files and not Path(file := here.rpartition(":")[0]).exists():
                 advice = "run this where trl was run, or name its file"
                 left_out.append(f"columns that {here} asks for: there is no {file} here; {advice}")
@@ -322,7 +322,10 @@ def _schedule(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
     )
     if warmup >= 1 and steps <= warmup and kind != "constant":
         value = values.pop("warmup_steps")
-        left_out.append(f"warmup_steps {value}: warmup_ratio is {value} / number of updates, which --dry-run shows")
+        left_out.append(
+            f"warmup_steps {value}: warmup_ratio is {value} / number of updates, which --dry-run shows; until it is "
+            f"given the default {Config.warmup_ratio}"
+        )
         return fields
     values.pop("warmup_steps", None)
     if warmup < 1:
