@@ -68,8 +68,8 @@ def _interrupt_again(unraisable: Any) -> None:
     if unraisable.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(unraisable)
         return
-    # To this thread, because a call that it waits in is to end.
-    again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    # To this thread, because a call that it waits in is to end, but once it has left this hook, which raises nothing.
+    again = threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     again.daemon = True
     again.start()
 
