@@ -57,6 +57,7 @@ def callback(phase, info):
     signal.raise_signal(signal.SIGINT)
 
 def body():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background command ignores it
     gc.callbacks.append(callback)
     gc.collect()
     time.sleep(100)
