@@ -15,7 +15,7 @@ from qerl_jax import keys
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.models.distribution import sample
 from qerl_jax.models.lora import Lora, LoraConfig
-from qerl_jax.programs import calling, record
+from qerl_jax.programs import calling
 from qerl_jax.rl.logprobs import policy_logits, token_logprobs
 from qerl_jax.types import FinishReason, Policy, Sampling
 
@@ -40,14 +40,6 @@ def noted_programs(note: Callable[[str, tuple, Any], None]) -> Iterator[None]:
 
     with calling(call):
         yield
-
-
-def compile_calls(function: Callable, *args: Any) -> int:
-    """Compile the programs that `function(*args)` calls, before it is called. Returns their number."""
-    programs = record(function, *args)
-    for program in programs:
-        program.traced.lower().compile()
-    return len(programs)
 
 
 def randomized(policy: Policy, seed: int, size: float = 0.1) -> Policy:

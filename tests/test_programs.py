@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import small
 from command_lines import training
-from helpers import compile_calls
 from qerl_kernels.kernel_programs import KERNEL_PROGRAM_NAME, TARGET, kernel_programs
+from timing import compile_calls
 
 from qerl_jax import aqn, keys, programs
 from qerl_jax.compilation import CompilationCounter, committed

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_trees_equal, compile_calls, fp32_policy, logprobs_of, randomized, with_norm_offsets
+from helpers import assert_trees_equal, fp32_policy, logprobs_of, randomized, with_norm_offsets
 from oracles.plain_step import plain_grpo_step
+from timing import compile_calls
 from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
 
 from qerl_jax.checkpoint.hf_config import parse_config

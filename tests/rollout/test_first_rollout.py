@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import compile_calls, fp32_policy
+from helpers import fp32_policy
+from timing import compile_calls
 
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
