@@ -145,11 +145,10 @@ class Checkpointer:
     def _prune(self) -> None:
         """Delete what a killed process left, and what is older than the newest few checkpoints, the manifest first."""
         oldest = sorted(_steps(self.directory))[-self._keep :][0]
-        rests = [path for pattern in CHECKPOINT_RESTS for path in self.directory.glob(pattern)]
-        numbers = (path.parent for path in self.directory.glob(f"[0-9]*/{_ARRAYS_DIR}") if path.parent.name.isdecimal())
-        for path in filter(Path.is_dir, (*rests, *(path for path in numbers if int(path.name) < oldest))):
-            (path / MANIFEST_FILE).unlink(missing_ok=True)
-            shutil.rmtree(path)
+        for path in filter(Path.is_dir, written(self.directory)):
+            if not path.name.isdecimal() or int(path.name) < oldest:
+                (path / MANIFEST_FILE).unlink(missing_ok=True)
+                shutil.rmtree(path)
 
     def manifest(self, step: int) -> dict[str, Any]:
         """Config, inputs and arrays of a checkpoint. Raises CheckpointError as `restore` does."""
@@ -179,6 +178,13 @@ class Checkpointer:
 def latest_step(directory: Path) -> int | None:
     """Step of the newest checkpoint of a run directory, found without opening any; None without one."""
     return max(_steps(directory / CHECKPOINTS_DIR), default=None)
+
+
+def written(checkpoints: Path) -> set[Path]:
+    """Checkpoints, those that were deleted in part among them, and what killed writers left."""
+    parts = (part for name in (MANIFEST_FILE, _ARRAYS_DIR) for part in checkpoints.glob(f"[0-9]*/{name}"))
+    rests = (path for pattern in CHECKPOINT_RESTS for path in checkpoints.glob(pattern))
+    return {part.parent for part in parts if part.parent.name.isdecimal()}.union(rests)
 
 
 def _steps(checkpoints: Path) -> list[int]:

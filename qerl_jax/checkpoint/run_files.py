@@ -21,12 +21,12 @@ CHECKPOINT_RESTS = (".[0-9]*.writing", ".[0-9]*.replaced")
 """What a killed writer left among the checkpoints, as `atomic_directory` names it."""
 
 OWNED: dict[str, tuple[str, ...]] = {
-    CHECKPOINTS_DIR: ("[0-9]*", *CHECKPOINT_RESTS),
+    CHECKPOINTS_DIR: (),
     EVALUATION_FILE: (),
     METRICS_FILE: (),
     COMPLETIONS_DIR: ("step_*.parquet", "step_*.tmp"),
     ADAPTER_DIR: ("adapter_config.json", "adapter_model.safetensors"),
-    PLOTS_DIR: ("*.png",),
+    PLOTS_DIR: ("reward.png", "accuracy.png", "entropy.png", "length.png", "mismatch.png"),
     NONFINITE_DIR: ("step_*.npz",),
     REPORT_FILE: (),
     TENSORBOARD_DIR: ("events.out.tfevents.*",),
@@ -34,5 +34,5 @@ OWNED: dict[str, tuple[str, ...]] = {
     WANDB_FILE: (),
     CONFIG_FILE: (),
 }
-"""What `--overwrite` deletes, in this order: files, and in directories the entries of these patterns. The two files by
-which a run is known come last, so that they survive a kill."""
+"""What `--overwrite` deletes, in this order: files, and in directories the entries of these patterns (of checkpoints
+those that hold one). The file by which a run is known comes last, so that it survives a kill."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from qerl_jax.atomic import check_writable, write_text
+from qerl_jax.checkpoint.orbax import written
 from qerl_jax.checkpoint.run_files import (
     ADAPTER_DIR,
     CHECKPOINTS_DIR,
@@ -27,13 +28,18 @@ from qerl_jax.types import Batch
 
 def check(directory: Path, config: Config) -> None:
     """Raise ConfigError if the directory holds a run, or a file of one, that `config` neither resumes nor overwrites,
-    or a link in the place of such a file; OSError if it cannot be written.
+    or something else in the place of such a file; OSError if it cannot be written.
     """
     check_writable(directory, "output_dir")
     if link := next(_links(directory), None):
         raise ConfigError(
             f"output_dir {directory}: {link.relative_to(directory)} is a link to {os.readlink(link)}, which the run "
             "would write to: remove it, or name another --output-dir"
+        )
+    if other := next(_in_the_way(directory / CHECKPOINTS_DIR), None):
+        raise ConfigError(
+            f"output_dir {directory}: {other.relative_to(directory)} is no checkpoint, and one of the run would "
+            "replace it: move it, or name another --output-dir"
         )
     found = [name for name in OWNED if _holds(directory / name)]
     if config.resume == "never" and not config.overwrite and found:
@@ -64,10 +70,24 @@ def _links(directory: Path) -> Iterator[Path]:
     """Links in the place of files that a run writes, as a directory from somebody else may hold. (A directory may be a
     link, to a larger disk.)
     """
-    for name, patterns in {LOCK_FILE: (), **OWNED}.items():
-        if name != WANDB_DIR:  # W&B makes links of its own
-            entries = [directory / name, *(entry for pattern in patterns for entry in (directory / name).glob(pattern))]
-            yield from (path for path in entries if path.is_symlink() and not path.is_dir())
+    owned = (directory / name for name in OWNED if name != WANDB_DIR)  # W&B makes links of its own
+    for path in (directory / LOCK_FILE, *(entry for name in owned for entry in (name, *_entries(name)))):
+        if path.is_symlink() and not path.is_dir():
+            yield path
+
+
+def _entries(path: Path) -> set[Path]:
+    """What a run wrote into this directory of its own."""
+    if path.name == CHECKPOINTS_DIR:
+        return written(path)
+    entries = path.iterdir() if path.is_dir() else ()
+    return {entry for entry in entries if any(map(entry.match, OWNED[path.name]))}
+
+
+def _in_the_way(checkpoints: Path) -> Iterator[Path]:
+    """What is no checkpoint and has the name of one, which would replace it."""
+    others = (path for path in checkpoints.glob("[1-9]*") if path.name.isdecimal() and _holds(path))
+    return (path for path in others if path not in written(checkpoints))
 
 
 def _holds(path: Path) -> bool:
@@ -89,11 +109,11 @@ def _is_config_of_a_run(path: Path) -> bool:
 def clear(directory: Path, names: Iterable[str] = tuple(OWNED)) -> None:
     """Delete what an old run left, by these names; files that no run writes stay, also in its directories."""
     for name in names:
-        path, patterns = directory / name, OWNED[name]
+        path = directory / name
         if not path.is_dir():
             path.unlink(missing_ok=True)
             continue
-        for entry in sorted({entry for pattern in patterns for entry in path.glob(pattern)}):
+        for entry in sorted(_entries(path)):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:

@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 import runs
 
+from qerl_jax.checkpoint.run_files import OWNED, PLOTS_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.reporting import metrics as sink
 from qerl_jax.reporting.plots import _PLOTS, figures, write_plots
@@ -60,6 +61,7 @@ def test_plots_leave_out_what_was_not_recorded(tmp_path):
     rows = [{"step": s, "reward": s / 10, "reward_std": 0.1, "entropy": 1.0, "aqn/sigma": 0.0} for s in range(1, 30)]
     assert sorted(path.stem for path in write_plots(tmp_path, rows)) == ["entropy", "reward"]
     assert write_plots(tmp_path, []) == []
+    assert {f"{name}.png" for name in _PLOTS} == set(OWNED[PLOTS_DIR])  # what --overwrite deletes
 
 
 def test_a_value_of_one_step_is_seen_on_the_axis_of_all():

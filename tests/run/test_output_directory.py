@@ -105,16 +105,26 @@ def test_overwrite_deletes_only_what_a_run_made(tmp_path):
         directory,
         [
             *(
-                "notes.md", "checkpoints/README", "checkpoints/mine/weights", "completions/best.txt",
-                "adapter/README.md",
+                "notes.md", "checkpoints/README", "checkpoints/mine/weights", "checkpoints/007/x",
+                "checkpoints/3-best/manifest.json", "completions/best.txt", "adapter/README.md",
             ),
-            *("plots/mine.svg", "nonfinite/why.txt", "tensorboard/other/events", "wandb/mine"),
+            *("plots/mine.svg", "plots/own.png", "nonfinite/why.txt", "tensorboard/other/events", "wandb/mine"),
         ],
     )  # fmt: skip
     run_directory.check(directory, config_of(directory))
     run_directory.clear(directory)
     left = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert left == set(foreign)
+
+
+@pytest.mark.parametrize("change", [{}, {"resume": "auto", "overwrite": False}])
+def test_a_directory_in_the_place_of_a_checkpoint_is_refused(tmp_path, change):
+    made_by_a_run(tmp_path)
+    write(tmp_path, ["checkpoints/007/weights"])  # a name that no checkpoint has
+    run_directory.check(tmp_path, dataclasses.replace(config_of(tmp_path), **change))
+    write(tmp_path, ["checkpoints/7/weights"])
+    with pytest.raises(ConfigError, match="checkpoints/7 is no checkpoint, and one of the run would replace it: move"):
+        run_directory.check(tmp_path, dataclasses.replace(config_of(tmp_path), **change))
 
 
 @pytest.mark.parametrize("name", ["run.lock", "config.yaml", "metrics.jsonl", "plots/reward.png", "wandb.json"])
@@ -152,7 +162,7 @@ def test_overwrite_follows_a_link_to_checkpoints_and_keeps_it(tmp_path, mine):
     [
         (["config.yaml", "adapter/adapter_config.json"], "adapter"),
         (["report.md"], "report.md"),
-        (["checkpoints/7/weights"], "checkpoints"),
+        (["checkpoints/7/state/x"], "checkpoints"),
     ],
 )
 def test_overwrite_refuses_a_directory_that_is_no_run(tmp_path, files, first):
