@@ -41,7 +41,7 @@ def check(directory: Path, config: Config) -> None:
             f"output_dir {directory}: {other.relative_to(directory)} is no checkpoint, and one of the run would "
             "replace it: move it, or name another --output-dir"
         )
-    found = [name for name in OWNED if _holds(directory / name)]
+    found = [name for name in OWNED if _is_left(directory / name)]
     if config.resume == "never" and not config.overwrite and found:
         is_whole = CONFIG_FILE in found
         what, anew = ("a run", ", start anew with --overwrite,") if is_whole else (f"{found[0]} of a run", "")
@@ -84,15 +84,17 @@ def _entries(path: Path) -> set[Path]:
     return {entry for entry in entries if any(map(entry.match, OWNED[path.name]))}
 
 
+def _is_left(path: Path) -> bool:
+    """Whether a file of a run is there, or a directory of one with anything that a run wrote: an empty one is left by a
+    run killed at once.
+    """
+    return bool(_entries(path)) if path.is_dir() else path.exists()
+
+
 def _in_the_way(checkpoints: Path) -> Iterator[Path]:
     """What is no checkpoint and has the name of one, which would replace it."""
-    others = (path for path in checkpoints.glob("[1-9]*") if path.name.isdecimal() and _holds(path))
-    return (path for path in others if path not in written(checkpoints))
-
-
-def _holds(path: Path) -> bool:
-    """Whether a file is there, or a directory with anything in it: an empty one is left by a run killed at once."""
-    return any(path.iterdir()) if path.is_dir() else path.exists()
+    others = (path for path in checkpoints.glob("[1-9]*") if path.name.isdecimal() and path not in written(checkpoints))
+    return (path for path in others if not path.is_dir() or any(path.iterdir()))
 
 
 def _is_config_of_a_run(path: Path) -> bool:

@@ -71,9 +71,12 @@ def write(directory: Path, names: list[str]) -> dict[str, str]:
     return dict.fromkeys(names, "")
 
 
-def test_an_empty_folder_of_a_run_killed_at_once_is_no_run(tmp_path):
+def test_a_folder_without_what_a_run_writes_is_no_run(tmp_path):
+    """That of a run killed at once is empty; one of a user's has the same name."""
     config = runs.config(tmp_path / "run")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    run_directory.check(tmp_path / "run", config)
+    write(tmp_path / "run", ["checkpoints/notes.txt", "plots/own.png"])
     run_directory.check(tmp_path / "run", config)
     write(tmp_path / "run", ["checkpoints/3/manifest.json"])
     with pytest.raises(ConfigError, match="holds checkpoints of a run already"):
