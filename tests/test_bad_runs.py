@@ -198,8 +198,10 @@ def test_a_run_that_ends_early_says_truly_what_is_saved(place, capfd):
     flags = [*training(place, "--reward-funcs", name, "--reward-workers", "0", "--max-steps", "7")]
     flags[flags.index("--save-steps") + 1] = "50"
     raised.write_text("if calls > 5: raise KeyError('late')")
-    said = error_of(train.main, flags, place, capfd)
-    assert_says(said, f"reward '{name}' raised KeyError('late') in {place / 'mine.py'}, line …")
+    assert train.main(flags) == 2
+    said = capfd.readouterr()
+    assert_says(said.err.strip(), f"reward '{name}' raised KeyError('late') in {place / 'mine.py'}, line …")
+    assert "--resume auto\nand with allow_changed_inputs once the reward's source is mended\n" in said.out
     assert [row["step"] for row in read_metrics(run)] == [1, 2] and latest_step(run) == 2
 
     raised.write_text("if calls > 3: raise KeyboardInterrupt")

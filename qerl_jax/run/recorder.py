@@ -22,6 +22,7 @@ from qerl_jax.reporting.phases import Phases
 from qerl_jax.reporting.progress import TrainingProgress
 from qerl_jax.reporting.sinks import Sinks
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
+from qerl_jax.rewards.outcomes import RewardError
 from qerl_jax.rl.experience import Experience
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.choose_rewards import verdict_reward
@@ -95,7 +96,7 @@ class Recorder:
         is_lost = error is not None and not isinstance(error, health.UntrainedError)
         with self._contexts:
             if is_lost:
-                self._save_after_error()
+                self._save_after_error(error)
 
     def record(
         self,
@@ -173,7 +174,7 @@ class Recorder:
                 self._warned.add(kind)
                 say(self._run.console, f"step {step}: {sentence}")
 
-    def _save_after_error(self) -> None:
+    def _save_after_error(self, error: BaseException | None = None) -> None:
         """Save the state after the newest finished step, where there is one and this replica writes, also where the
         output directory was deleted; the error that ends the run is raised after this.
         """
@@ -183,8 +184,10 @@ class Recorder:
         try:
             self.checkpoints.save(state)
             self.mend()
-        except OSError as error:
-            say(console, f"step {step + 1} did not end; {error}")
+        except OSError as failure:
+            say(console, f"step {step + 1} did not end; {failure}")
         else:
             say(console, f"step {step + 1} did not end; the state after step {step} is saved, resume from it with")
             say(console, self._run.resume_command)
+            if isinstance(error, RewardError):
+                say(console, "and with allow_changed_inputs once the reward's source is mended")
