@@ -73,12 +73,14 @@ def test_values_that_ask_for_what_holds_are_taken_and_no_others(tmp_path):
 def test_what_a_script_of_trl_gives_to_train_is_answered():
     for given, words in {
         "args": "args is a name of TRL, no field here: its settings are fields of Config (docs/migration.md has a",
-        "peft_config": "peft_config is a name of TRL: use lora_rank and lora_alpha and lora_target_modules (LoRA is on",
+        "peft_config": "peft_config is a name of TRL: use lora_rank and lora_alpha and lora_target_modules (LoRA is "
+        "always on, also without one",
         "callbacks": "callbacks is a name of TRL, no field here: train(config, on_step=…) calls a function",
     }.items():
         for called in (Config, functools.partial(train.train, Config("tiny"))):
-            with pytest.raises(ConfigError, match=f"^{re.escape(words)}"):
-                called(**{given: object()})
+            for value in (object(), *([None] if given == "peft_config" else [])):  # which trains all weights in TRL
+                with pytest.raises(ConfigError, match=f"^{re.escape(words)}"):
+                    called(**{given: value})
     with pytest.raises(ConfigError, match=r"^reward_weights and top_p: fields of Config, the first argument: train"):
         train.train(Config("tiny"), reward_weights=[1], top_p=0.5)
     with pytest.raises(ConfigError, match=r"^unknown argument 'reward_func'; did you mean 'reward_funcs'"):

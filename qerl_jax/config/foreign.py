@@ -21,8 +21,8 @@ class Foreign:
       origin: the programs that have it.
       fields: fields of `Config` with its meaning; none where nothing here has it.
       note: how to convert it, or why there is none; without one the value means the same.
-      held: the values, in lower case, that ask for what holds here anyway; "*": any. So do None and an empty list or
-        mapping, and where there is no field false and 0.
+      held: the values, in lower case, that ask for what holds here anyway; "*": any; "-": none. Unless it is that, so
+        do None and an empty list or mapping, and where there is no field false and 0.
     """
 
     origin: str
@@ -56,7 +56,7 @@ _BATCH = "all completions of a rollout: those per device × accumulated batches 
 _ENGINE = "neither the built-in engine nor rollout_backend vllm has it"
 _TRAINER = "a setting of transformers' Trainer, which nothing here has or needs"
 _LORA = "plain and rank-stabilized LoRA only"
-_ANY = "*"
+_ANY, _NOTHING = "*", "-"
 _FIXED_REFERENCE = "the reference of the KL penalty is the model's checkpoint and stays fixed"
 _OTHER_LOSS = "not built in; a token_loss of your own can have it"
 _ENTROPY = "a token_loss of your own can have one (docs/research.md)"
@@ -85,8 +85,9 @@ FOREIGN: dict[str, Foreign] = {
     **_names(
         "TRL",
         "peft_config lora_config",
-        "LoRA is on; its settings are fields of Config",
+        "LoRA is always on, also without one; its settings are fields of Config",
         ("lora_rank", "lora_alpha", "lora_target_modules"),
+        _NOTHING,  # None trains all weights in TRL
     ),
     "quantization_config": Foreign("TRL", ("weight_format",), "nf4, for example"),
     **_names("TRL", "processing_class tokenizer", "the tokenizer is that of the model's directory"),
@@ -337,6 +338,8 @@ FOREIGN: dict[str, Foreign] = {
 def is_off(name: str, value: Any) -> bool:
     """Whether a value, or the text of one, asks for what holds here anyway."""
     entry, text = FOREIGN[name], str(value.value if isinstance(value, enum.Enum) else value).lower()
+    if entry.held == _NOTHING:
+        return False
     with contextlib.suppress(ValueError):
         text = f"{float(text):g}"
     without_counterpart = not entry.fields and text in ("false", "0")
