@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float32, UInt32
@@ -118,11 +117,11 @@ class Cluster:
 
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """As in `Link`."""
-        return np.asarray(_over_devices(_gathered, jax.device_put(words)))
+        return np.asarray(_over_devices(_gathered, [words])[0])
 
-    def all_reduce(self, vector: Vector, sizes: tuple[int, ...]) -> list[Vector]:
+    def all_reduce(self, vectors: list[Vector]) -> list[Vector]:
         """As in `Link`."""
-        return _over_devices(_reduced, vector, sizes)
+        return _over_devices(_reduced, vectors)
 
     def leave(
         self,
@@ -219,9 +218,9 @@ def replica_mesh() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(devices).reshape(jax.process_count(), -1), (_AXIS, partition.AXIS))
 
 
-def _over_devices(collective: Callable, values: Any, *static: Any) -> Any:
-    """The replicated results of a program over the arrays of all replicas, end to end. Several devices of a replica
-    hold the same array, and do the same.
+def _over_devices(collective: Callable, vectors: list[Any]) -> list[Any]:
+    """The replicated results of a program over each vector of all replicas, end to end. Several devices of a replica
+    hold the same vectors, and do the same.
     """
     mesh = replica_mesh()
     if (count := jax.local_device_count()) == 1:
@@ -229,10 +228,12 @@ def _over_devices(collective: Callable, values: Any, *static: Any) -> Any:
     else:
         own = NamedSharding(partition.mesh_of(count), PartitionSpec())
     sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
-    shape = (jax.process_count() * values.size,)
-    if isinstance(values, jax.ShapeDtypeStruct):
-        results = collective(mesh, jax.ShapeDtypeStruct(shape, values.dtype, sharding=sharding), *static)
-        return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=own), results)
+    shapes = [(jax.process_count() * vector.size,) for vector in vectors]
+    pairs = zip(shapes, vectors, strict=True)
+    if isinstance(vectors[0], jax.ShapeDtypeStruct):
+        everywhere = [jax.ShapeDtypeStruct(shape, vector.dtype, sharding=sharding) for shape, vector in pairs]
+        results = collective(mesh, everywhere)
+        return [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=own) for each in results]
 
     def parts(array: Array) -> list[Array]:
         return [shard.data for shard in array.addressable_shards]
@@ -242,21 +243,21 @@ def _over_devices(collective: Callable, values: Any, *static: Any) -> Any:
             return array.addressable_data(0)
         return jax.make_array_from_single_device_arrays(array.shape, own, parts(array))
 
-    everywhere = jax.make_array_from_single_device_arrays(shape, sharding, parts(jax.device_put(values, own)))
-    return jax.tree.map(on_own, collective(mesh, everywhere, *static))
+    pairs = zip(shapes, jax.device_put(vectors, own), strict=True)
+    everywhere = [jax.make_array_from_single_device_arrays(shape, sharding, parts(vector)) for shape, vector in pairs]
+    return [on_own(result) for result in collective(mesh, everywhere)]
 
 
-def _on_each(mesh: jax.sharding.Mesh, function: Callable, values: Array) -> Any:
+def _on_each(mesh: jax.sharding.Mesh, function: Callable, vectors: list[Array]) -> list[Array]:
     own, same = PartitionSpec(_AXIS), PartitionSpec()
-    return jax.shard_map(function, mesh=mesh, in_specs=own, out_specs=same, check_vma=False)(values)
+    return jax.shard_map(function, mesh=mesh, in_specs=own, out_specs=same, check_vma=False)(vectors)
 
 
 @program(static_argnums=0)
-def _gathered(mesh: jax.sharding.Mesh, words: UInt32[Array, " DX"]) -> UInt32[Array, "D X"]:
+def _gathered(mesh: jax.sharding.Mesh, words: list[UInt32[Array, " DX"]]) -> list[UInt32[Array, "D X"]]:
     return _on_each(mesh, lambda own: jax.lax.all_gather(own, _AXIS), words)
 
 
-@program(static_argnums=(0, 2))
-def _reduced(mesh: jax.sharding.Mesh, vector: Float32[Array, " DX"], sizes: tuple[int, ...]) -> list[Array]:
-    ends = np.cumsum(sizes)[:-1]
-    return _on_each(mesh, lambda own: jnp.split(jax.lax.psum(own, _AXIS), ends), vector)
+@program(static_argnums=0)
+def _reduced(mesh: jax.sharding.Mesh, vectors: list[Float32[Array, " _"]]) -> list[Float32[Array, " _"]]:
+    return _on_each(mesh, lambda own: jax.lax.psum(own, _AXIS), vectors)

@@ -48,8 +48,8 @@ class Link(Protocol):
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """The arrays of all replicas, of one size."""
 
-    def all_reduce(self, vector: Vector, sizes: tuple[int, ...]) -> list[Vector]:
-        """The sum over replicas in parts of these sizes, the same bits on each; shapes give shapes."""
+    def all_reduce(self, vectors: list[Vector]) -> list[Vector]:
+        """The sums over replicas, the same bits on each; shapes give shapes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +106,18 @@ class Replicas:
         if any(other != values[0] for other in values):
             raise ValueError(f"the replicas differ in {name}: {values}")
 
-    def sum(self, vector: Vector, sizes: tuple[int, ...]) -> list[Vector]:
-        """The sum over replicas of a vector, in parts of these sizes, the same bits on each. A shape gives shapes.
+    def sum(self, vectors: list[Vector]) -> list[Vector]:
+        """The sums over replicas of vectors, the same bits on each. Shapes give shapes.
 
-        The device's work on the vector ends before the replicas agree to go on, so that a lack of memory comes to light
+        The device's work on them ends before the replicas agree to go on, so that a lack of memory comes to light
         before another device waits. Raises as `gather`.
         """
         if self.link is None:
-            return [jax.ShapeDtypeStruct((size,), vector.dtype, sharding=vector.sharding) for size in sizes]
-        if not isinstance(vector, jax.ShapeDtypeStruct):
-            jax.block_until_ready(vector)
+            return vectors
+        if not isinstance(vectors[0], jax.ShapeDtypeStruct):
+            jax.block_until_ready(vectors)
             self.agree()
-        return self.link.all_reduce(vector, sizes)
+        return self.link.all_reduce(vectors)
 
     def __enter__(self) -> Self:
         return self

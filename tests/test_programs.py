@@ -199,7 +199,7 @@ def test_another_learning_rate_length_temperature_or_clip_norm_finds_its_program
     )
     assert found("--top-k", "5") != first
     more = {function.__name__ for function, *_ in found(replicas=Replicas(1, 2)) - first}
-    assert {"joined", "of_all", "apply_flat", "checksum"} <= more
+    assert {"as_one", "placed", "of_all", "apply_flat", "checksum"} <= more
 
 
 SIZES = [

@@ -8,10 +8,11 @@ in processes of its own, for at most `--limit` seconds; each case is written to 
 measured: one that fails or hangs loses only itself.
 
 Seconds are medians over `--repeats` steps after one of warm-up, each of the slowest process: rollout, update with its
-all-reduces, whole step. `gather_seconds` is that of the last process, which waits for nobody; `all_reduce_seconds` is a
-sum of the adapters' gradients by itself, of `all_reduce_arrays` arrays and `all_reduce_bytes`. Its parts, each awaited:
-`join` them to a vector, `agree` to go on, the `collective`; and the optimizer's step from the vectors (`optimizer`) and
-from the arrays, as on one GPU (`optimizer_alone`).
+all-reduces, whole step. `gather_seconds` is that of the last process, which waits for nobody; `all_reduce_seconds` is
+what a sum of the adapters' gradients, of `all_reduce_arrays` arrays and `all_reduce_bytes`, adds to the end of the
+backward pass. Each awaited: to `join` the arrays to vectors (in a step the host does that while the device works), and
+of the sum to `agree` to go on and the `collective`; the optimizer's step from the vectors (`optimizer`) and from the
+arrays, as on one GPU (`optimizer_alone`).
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.parallel import Replicas
 from qerl_jax.rl.experience import Experience, gather_experience
 from qerl_jax.rl.metrics import empty_sums
-from qerl_jax.rl.optimizer import apply_gradients, parts_of, zeros_like
+from qerl_jax.rl.optimizer import Flat, apply_gradients, parts_of, zeros_like
 from qerl_jax.rl.plan import make_update_plan
-from qerl_jax.rl.reduction import check_same_state, joined, over_replicas
+from qerl_jax.rl.reduction import check_same_state, joined, placed
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.rl.step import grpo_step, layers_of
 from qerl_jax.rollout.shares import generate_share
@@ -177,7 +178,7 @@ def measure(
         )
         jax.block_until_ready(rollout)
         times.append(time.perf_counter())
-        mine = rollout and Experience(list(range(config.num_prompts)), rollout, [""] * len(own), rewards[own], {}, 0)
+        mine = rollout and Experience(list(range(config.num_prompts)), rollout, [""] * len(own), rewards[own], {}, 0, 0)
         whole = gather_experience(replicas, mine, range(config.num_prompts), pad) if replicas.count > 1 else mine
         data = make_batch(whole.rollout, group_advantages(jnp.asarray(whole.rewards), args.group))
         jax.block_until_ready(data)
@@ -204,12 +205,12 @@ def measure(
             return result
 
         jax.block_until_ready(parts)
-        summed, _ = timed("all_reduce", lambda: over_replicas(replicas, parts, sums))
-        leaves = [jax.tree.leaves(part) for part in parts]
-        sizes = (*(sum(leaf.size for leaf in own) for own in leaves), replicas.count * len(sums))
-        vector = timed("join", lambda: joined(leaves, sums, np.int32(replicas.index), replicas.count))
+        own = sums, np.int32(replicas.index), replicas.count
+        vectors = timed("join", lambda: [*map(joined, parts), placed(*own)])
+        *summed, _ = timed("all_reduce", lambda: replicas.sum(vectors))
+        summed = [Flat.like(*pair) for pair in zip(parts, summed, strict=True)]
         timed("agree", replicas.agree)
-        timed("collective", lambda: replicas.link.all_reduce(vector, sizes))
+        timed("collective", lambda: replicas.link.all_reduce(vectors))
         timed("optimizer", lambda: apply_gradients(state, summed, sums))
         timed("optimizer_alone", lambda: apply_gradients(state, parts, sums))
         return times

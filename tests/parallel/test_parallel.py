@@ -48,9 +48,13 @@ def test_values_arrive_by_index_whatever_their_size():
 
 
 def test_sums_are_those_of_numpy():
-    vectors = np.float32(np.random.default_rng(0).normal(size=(4, 7)))
-    for found in on_replicas(4, lambda replicas: replicas.sum(jnp.asarray(vectors[replicas.index]), (4, 0, 3))):
-        for got, want in zip(found, np.split(vectors.sum(axis=0), [4, 4]), strict=True):
+    values = np.float32(np.random.default_rng(0).normal(size=(4, 7)))
+
+    def own(replicas):
+        return [jnp.asarray(part) for part in np.split(values[replicas.index], [4, 4])]
+
+    for found in on_replicas(4, lambda replicas: replicas.sum(own(replicas))):
+        for got, want in zip(found, np.split(values.sum(axis=0), [4, 4]), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-6)
             assert got.shape == want.shape
 
@@ -67,7 +71,7 @@ def test_a_failure_ends_all_with_its_reason():
         replicas.agree()
         if replicas.index == 1:
             raise KeyError("a reason")
-        replicas.sum(jnp.ones(2), (2,))
+        replicas.sum([jnp.ones(2)])
 
     first, second, third = on_replicas(3, fails)
     assert isinstance(second, KeyError)
@@ -77,9 +81,9 @@ def test_a_failure_ends_all_with_its_reason():
 
 def test_the_shapes_of_a_sum_are_known_without_a_link():
     """To a process that records the programs of another one."""
-    shape, found = committed(jax.ShapeDtypeStruct((7,), "float32")), []
-    [summed] = record(lambda: found.append(link_of({}, 1, 2).all_reduce(shape, (4, 0, 3))))
-    assert summed.function.__name__ == "_reduced" and Replicas(1, 2).sum(shape, (4, 0, 3)) == found[0]
+    shapes, found = [committed(jax.ShapeDtypeStruct((size,), "float32")) for size in (7, 3)], []
+    [summed] = record(lambda: found.append(link_of({}, 1, 2).all_reduce(shapes)))
+    assert summed.function.__name__ == "_reduced" and Replicas(1, 2).sum(shapes) == found[0] == shapes
 
 
 def test_a_difference_is_an_error_that_names_the_values():
