@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,14 +119,15 @@ def naming(path: Path) -> Iterator[None]:
 
 def check_writable(directory: Path, name: str) -> None:
     """Raise OSError if a directory can neither be written nor made, before hours of work are lost; `name` is the option
-    that asked for it.
+    that asked for it. A directory is made for a moment: /proc and /sys take none, whatever their modes say.
     """
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             directory.lstat()  # raises for a name that none can have: too long, or with a zero byte
         there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
         trouble = "is not a directory" if not there.is_dir() else "may not be written by this user"
-        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        if writable := there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+            tempfile.TemporaryDirectory(dir=there).cleanup()
     except (ValueError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"{name} {shown(str(directory))} cannot be written: {reason}") from error

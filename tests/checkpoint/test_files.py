@@ -54,6 +54,12 @@ def test_a_directory_that_no_system_can_name(tmp_path, name, reason):
     with pytest.raises(OSError, match=rf"^output_dir '/.* cannot be written: {reason}$"):
         check_writable(tmp_path / name, "output_dir")
     check_writable(tmp_path / "new" / "directory", "output_dir")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_takes_no_directories():
+    with pytest.raises(OSError, match=r"^output_dir '?/proc/run'? cannot be written: "):
+        check_writable(Path("/proc/run"), "output_dir")
 
 
 def test_an_old_directory_returns_where_its_replacement_failed(tmp_path, monkeypatch):
