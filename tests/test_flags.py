@@ -1,5 +1,8 @@
 """The parser's refusals of a command line: one line each, with the nearest known flag."""
 
+import contextlib
+import os
+
 import pytest
 
 from qerl_jax import export, quantize, train
@@ -68,3 +71,12 @@ def test_help_names_positional_arguments(capsys):
     captured = capsys.readouterr()
     assert stop.value.code == 0 and not captured.err
     assert "SRC DST" in captured.out and "Directory to write" in captured.out
+
+
+def test_a_reader_of_the_help_may_stop(capsys):
+    """As `| head`: nothing is said, and nothing fails at the end."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed, contextlib.redirect_stdout(closed), pytest.raises(SystemExit) as stop:
+        quantize.main(["--help"])
+    assert not stop.value.code and not capsys.readouterr().err

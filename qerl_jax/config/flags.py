@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -106,7 +108,14 @@ def _help(kind: type, prog: str, description: str, default: Any) -> None:
     kind = dataclasses.make_dataclass(kind.__name__, named, bases=(kind,), frozen=True) if named else kind
     options = {} if default is None else {"default": default}
     config = (tyro.conf.PositionalRequiredArgs,)
-    tyro.cli(kind, args=["--help"], prog=prog, description=description, config=config, **options)
+    try:
+        try:
+            tyro.cli(kind, args=["--help"], prog=prog, description=description, config=config, **options)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # a reader that has seen enough, as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit()
 
 
 def _ours(found: Mapping[str, list[str]], hints: Mapping[str, Any]) -> dict[str, list[str]]:
