@@ -118,14 +118,14 @@ RUNS = {
     "used directory": (
         lambda run: None,
         [],
-        "output_dir OUT holds a run already: resume it with --resume auto, start anew with --overwrite, or name "
-        "another --output-dir",
+        "output_dir OUT holds a run already: resume it (resume: auto), start anew (overwrite: true), or name another "
+        "output_dir",
     ),
     "another config": (
         lambda run: (run.parent / "rows.jsonl").write_text("no JSON"),  # which is read later
         ["--resume", "auto", "--learning-rate", "2e-3", "--seed", "7"],
         "OUT/checkpoints/2 was saved under other settings (seed: 0 -> 7; learning_rate: 0.001 -> 0.002), which may not "
-        "change on resume: leave them as they were, or begin a new run with --adapter OUT/adapter --output-dir NEW",
+        "change on resume: leave them as they were, or begin a new run with adapter OUT/adapter and another output_dir",
     ),
     "manifest of other arrays": (
         damage("checkpoints/2/manifest.json", b'"int32"', b'"int64"'),
@@ -179,7 +179,7 @@ def test_checkpoints_without_a_config_are_not_begun_over(used, capfd):
         shutil.rmtree(used / "run" / name) if (used / "run" / name).is_dir() else (used / "run" / name).unlink()
     before = contents(used / "run")
     said = error_of(train.main, training(used), used, capfd)
-    assert "output_dir OUT holds checkpoints of a run already: resume it with --resume auto or name another" in said
+    assert "output_dir OUT holds checkpoints of a run already: resume it (resume: auto), or name another" in said
     assert contents(used / "run") == before
 
 

@@ -171,7 +171,7 @@ class Checkpointer:
             if (was := saved.get(name, now)) != now:
                 raise ConfigError(
                     f"{path}: {name} is not what it was when the checkpoint was saved (SHA-256 {str(was)[:12]}…, now "
-                    f"{now[:12]}…): put it back, or resume with --allow-changed-inputs"
+                    f"{now[:12]}…): put it back, or resume with allow_changed_inputs"
                 )
 
 
@@ -225,10 +225,10 @@ def refuse_changed(config: Config) -> None:
 def _refuse_other(path: Path, config: Config, saved: dict[str, Any]) -> None:
     if different := differences(config, saved):
         adapter = path.parents[1] / ADAPTER_DIR
-        start = f"--adapter {adapter} " if adapter.exists() else ""
+        start = f"adapter {adapter} and " if adapter.exists() else ""
         raise ConfigError(
             f"{path} was saved under other settings ({'; '.join(different)}), which may not change on resume: leave "
-            f"them as they were, or begin a new run with {start}--output-dir NEW"
+            f"them as they were, or begin a new run with {start}another output_dir"
         )
 
 

@@ -34,35 +34,34 @@ def check(directory: Path, config: Config) -> None:
     if link := next(_links(directory), None):
         raise ConfigError(
             f"output_dir {directory}: {link.relative_to(directory)} is a link to {os.readlink(link)}, which the run "
-            "would write to: remove it, or name another --output-dir"
+            "would write to: remove it, or name another output_dir"
         )
     if other := next(_in_the_way(directory / CHECKPOINTS_DIR), None):
         raise ConfigError(
             f"output_dir {directory}: {other.relative_to(directory)} is no checkpoint, and one of the run would "
-            "replace it: move it, or name another --output-dir"
+            "replace it: move it, or name another output_dir"
         )
     found = [name for name in OWNED if _is_left(directory / name)]
     if config.resume == "never" and not config.overwrite and found:
         is_whole = CONFIG_FILE in found
-        what, anew = ("a run", ", start anew with --overwrite,") if is_whole else (f"{found[0]} of a run", "")
+        what, anew = ("a run", ", start anew (overwrite: true)") if is_whole else (f"{found[0]} of a run", "")
         raise ConfigError(
-            f"output_dir {directory} holds {what} already: resume it with --resume auto{anew} or name another "
-            "--output-dir"
+            f"output_dir {directory} holds {what} already: resume it (resume: auto){anew}, or name another output_dir"
         )
     if config.overwrite and found and not _is_config_of_a_run(directory / CONFIG_FILE):
         raise ConfigError(
-            f"output_dir {directory} holds {found[0]}, but no {CONFIG_FILE} of a run: --overwrite deletes only what a "
-            "run made; name another --output-dir"
+            f"output_dir {directory} holds {found[0]}, but no {CONFIG_FILE} of a run: overwrite deletes only what a "
+            "run made; name another output_dir"
         )
     if config.resume == "auto" and found and not {CONFIG_FILE, CHECKPOINTS_DIR} & set(found):
         raise ConfigError(
             f"output_dir {directory} holds {found[0]}, but neither {CONFIG_FILE} nor {CHECKPOINTS_DIR}/ to resume "
-            "from: name another --output-dir"
+            "from: name another output_dir"
         )
     if config.resume == "auto" and ADAPTER_DIR in found and CHECKPOINTS_DIR not in found:
         raise ConfigError(
             f"output_dir {directory} holds a finished run without {CHECKPOINTS_DIR}/, from which it could go on: begin "
-            f"a new run with --adapter {directory / ADAPTER_DIR} --output-dir NEW"
+            f"a new run with adapter {directory / ADAPTER_DIR} and another output_dir"
         )
 
 

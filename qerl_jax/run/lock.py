@@ -45,5 +45,5 @@ def _take(descriptor: int, path: Path) -> None:
         host, process = (*path.read_text().split(), "?", "?")[:2]
         raise ConfigError(
             f"output_dir {path.parent} is in use by another run, process {process} on host {host}: wait until it ends, "
-            "or name another --output-dir"
+            "or name another output_dir"
         )

@@ -92,7 +92,7 @@ def test_a_run_is_resumed_from_its_config_or_its_checkpoints(tmp_path):
     run_directory.check(tmp_path / "1", runs.config(tmp_path / "1", resume="auto"))
     (tmp_path / "1/checkpoints/3/manifest.json").unlink()
     (tmp_path / "1/checkpoints/3").rmdir()
-    with pytest.raises(ConfigError, match=r"1 holds a finished run without checkpoints/, .* --adapter .*1/adapter "):
+    with pytest.raises(ConfigError, match=r"1 holds a finished run without checkpoints/, .* adapter .*1/adapter and"):
         run_directory.check(tmp_path / "1", runs.config(tmp_path / "1", resume="auto"))
     write(tmp_path / "report", ["report.md"])
     with pytest.raises(ConfigError, match=r"holds report\.md, but neither config\.yaml nor checkpoints/ to res"):
