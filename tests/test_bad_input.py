@@ -161,7 +161,8 @@ def test_headers(more, place, capfd):
     test_export_command.put_model_and_adapter(place)
     flags = training(place, "--adapter", str(place / "adapter"), *more)
     other_rank = (
-        f"{place}/adapter/adapter_config.json describes LoraConfig(rank=4, …, the policy was asked for …rank=64…"
+        f"{place}/adapter/adapter_config.json has lora_rank 4, not 64; lora_alpha 4, not 64: set it as the adapter has "
+        "it"
     )
     assert_says(error_of(train.main, flags, place, capfd), other_rank)
     tensors(lambda all_: all_.pop(f"{Q}.weight_scale"))(place / "model")

@@ -28,7 +28,7 @@ from qerl_jax.checkpoint.adapter_reader import (
 from qerl_jax.checkpoint.peft_config import CONFIG_FILE, peft_config
 from qerl_jax.models.config import LAYER_NORMS, ModelConfig
 from qerl_jax.models.formats import Weight, format_name
-from qerl_jax.models.lora import Lora, LoraConfig
+from qerl_jax.models.lora import PROJECTIONS, Lora, LoraConfig
 from qerl_jax.types import Policy
 
 _CARD = """---
@@ -68,12 +68,22 @@ def open_adapter(directory: Path, model: ModelConfig, lora: LoraConfig) -> Adapt
     """The adapter of a directory for a policy of these shapes, no value read. Raises as `import_adapter`."""
     source = AdapterReader(directory, model)
     if _shape(lora) != _shape(source.config):
-        raise ValueError(f"{directory / CONFIG_FILE} describes {source.config}, the policy was asked for {lora}")
+        theirs, ours = _settings(source.config), _settings(lora)
+        different = (f"{name} {value}, not {ours[name]}" for name, value in theirs.items() if value != ours[name])
+        raise ValueError(f"{directory / CONFIG_FILE} has {'; '.join(different)}: set it as the adapter has it")
     return source
 
 
 def _shape(config: LoraConfig) -> tuple:
     return (config.rank, config.scale, set(config.target_modules)) if config.rank else (0,)
+
+
+def _settings(config: LoraConfig) -> dict[str, str]:
+    """The shape of adapters as settings of a run."""
+    names = ("lora_rank", "lora_alpha", "use_rslora", "lora_target_modules")
+    targets = " ".join(sorted(config.target_modules, key=PROJECTIONS.index))
+    values = str(config.rank), f"{config.effective_alpha:g}", str(config.use_rslora), targets
+    return dict(zip(names, values, strict=True))
 
 
 def export_adapter(

@@ -19,7 +19,7 @@ from qerl_jax.checkpoint.adapter import export_adapter, import_adapter
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.checkpoint.safetensors import CheckpointError
-from qerl_jax.models.lora import LoraConfig
+from qerl_jax.models.lora import PROJECTIONS, LoraConfig
 from qerl_jax.types import Policy
 
 TOKENS, FILE = np.random.default_rng(0).integers(0, 64, (2, 9)), "adapter_model.safetensors"
@@ -201,12 +201,13 @@ def test_broken_adapters_are_named(exported, micro_dir, change, named):
 
 
 def test_an_adapter_of_another_shape_than_asked_for(exported, micro_dir):
-    for lora in (
-        LoraConfig(3, target_modules=("q_proj", "v_proj")),
-        LoraConfig(2),
-        LoraConfig(2, 7.0, target_modules=("q_proj", "v_proj")),
+    parts = ("q_proj", "v_proj")
+    for lora, differs in (
+        (LoraConfig(3, target_modules=parts), "lora_rank 2, not 3; lora_alpha 2, not 3"),
+        (LoraConfig(2), f"lora_target_modules q_proj v_proj, not {' '.join(PROJECTIONS)}"),
+        (LoraConfig(2, 7.0, target_modules=parts), "lora_alpha 2, not 7"),
     ):
-        with pytest.raises(ValueError, match=r"adapter_config\.json.*rank=2.*" + f"rank={lora.rank}"):
+        with pytest.raises(ValueError, match=rf"adapter_config\.json has {differs}: set it as the adapter has it"):
             load_policy(micro_dir, dtype=jnp.float32, lora=lora, adapter=exported)
     with pytest.raises(FileNotFoundError, match=r"adapter_config\.json"):
         load_policy(micro_dir, adapter=exported.parent)
