@@ -244,17 +244,22 @@ def test_a_flag_replaces_what_depends_on_the_files_own_setting(tmp_path, file, a
 
 
 def test_recipes_by_name_and_by_path(tmp_path, monkeypatch):
-    """A file first, then a bundled recipe; with neither, the nearest name."""
+    """A file first, then a bundled recipe; with neither, the nearest names, where there are any."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()  # a run's, for one
     assert parse(["--config", "tiny"]) == load(assets.config_directory() / "tiny.yaml")
     (tmp_path / "tiny").rmdir()
     (tmp_path / "tiny").write_text("model: mine\n")
     assert parse(["--config=tiny"]).model == "mine"
-    with pytest.raises(
-        ConfigError, match=r"tinny does not exist, nor a bundled recipe of that name; did you mean 'tiny'"
-    ):
-        parse(["--config", "tinny"])
+    for name, hint in {
+        "tinny": "did you mean tiny?",
+        "gsm8k-7b": "did you mean gsm8k-7b-nf4 or gsm8k-7b-bf16 or gsm8k-7b-nvfp4?",
+        "mine.yaml": "python -m qerl_jax.train --help names all",
+    }.items():
+        with pytest.raises(
+            ConfigError, match=re.escape(f"{name} does not exist, nor a bundled recipe of that name; {hint}")
+        ):
+            parse(["--config", name])
 
 
 def test_command_line_defaults():

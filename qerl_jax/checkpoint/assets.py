@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from qerl_jax.checkpoint import hub
 from qerl_jax.config import ConfigError
-from qerl_jax.messages import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 TINY_MODEL = "tiny"
@@ -26,15 +26,16 @@ def recipes() -> list[str]:
 def find_config(name: str) -> Path:
     """The file named, or the bundled recipe of that name. A file in the working directory comes first.
 
-    Raises ConfigError where there is neither, naming the nearest recipe.
+    Raises ConfigError where there is neither, naming the nearest recipes.
     """
     path = Path(name)
     if path.is_file():
         return path
     if name in recipes():
         return config_directory() / f"{name}.yaml"
-    hint = did_you_mean(name, recipes()) or f"; bundled are {', '.join(recipes())}"
-    raise ConfigError(f"config file {name} does not exist, nor a bundled recipe of that name{hint}")
+    close = difflib.get_close_matches(name, recipes(), cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else "python -m qerl_jax.train --help names all"
+    raise ConfigError(f"config file {name} does not exist, nor a bundled recipe of that name; {hint}")
 
 
 def model_path(model: str, weights: bool = True) -> Path:
