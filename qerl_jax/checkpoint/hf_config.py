@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from qerl_jax.checkpoint.layouts import Quantization, quantization_of
+from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINTS_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json, unread_weights
 from qerl_jax.checkpoint.tokenizer import eos_id
 from qerl_jax.config.values import LARGEST_INT
@@ -39,13 +41,28 @@ def model_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} does not exist: a model is a Hugging Face directory with config.json and safetensors"
+            _of_training(directory)
+            or f"{path} does not exist: a model is a Hugging Face directory with config.json and safetensors"
             f"{unread_weights(directory)}"
         )
     config = read_json(path)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     return parse_config(config, generation, str(path), eos_id(directory))
+
+
+def _of_training(directory: Path) -> str:
+    """What to name in the place of the directory of an adapter, a run or an export; "" for another one."""
+    from qerl_jax.checkpoint.peft_config import CONFIG_FILE  # which reads this module
+
+    for adapter in (directory, directory / ADAPTER_DIR):
+        if (adapter / CONFIG_FILE).is_file():
+            base = read_json(adapter / CONFIG_FILE).get("base_model_name_or_path")
+            return f"{directory} is no model: give its base, {shown(base)}, as the model and {adapter} as the adapter"
+    if (directory / CHECKPOINTS_DIR).is_dir():
+        write = f"python -m qerl_jax.export {shlex.quote(str(directory))} OUT"
+        return f"{directory} is a run, not a model: `{write}` writes its newest adapter, `--as merged` a model"
+    return ""
 
 
 def parse_config(

@@ -16,6 +16,7 @@ from oracles import torch_qwen2
 
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.adapter import export_adapter, import_adapter
+from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.checkpoint.safetensors import CheckpointError
@@ -216,7 +217,7 @@ def test_an_adapter_of_another_shape_than_asked_for(exported, micro_dir):
         load_policy(micro_dir, adapter=exported)
 
 
-def test_what_to_name_in_the_place_of_no_adapter(tmp_path, exported):
+def test_what_to_name_in_the_place_of_no_adapter_and_no_model(tmp_path, exported, micro_dir):
     """The adapter of a finished run, or how to get that of one that was stopped."""
     run = tmp_path / "my run"
     (run / "checkpoints" / "3").mkdir(parents=True)
@@ -225,9 +226,15 @@ def test_what_to_name_in_the_place_of_no_adapter(tmp_path, exported):
             FileNotFoundError, match=rf"adapter_config\.json does not exist: .*export '{run}' OUT --as peft"
         ):
             adapter_config(named)
+    with pytest.raises(FileNotFoundError, match=rf"{run} is a run, not a model: `.*export '{run}' OUT` writes its"):
+        model_config(run)
     exported.rename(run / "adapter")
     with pytest.raises(FileNotFoundError, match=rf"does not exist: name {run}/adapter$"):
         adapter_config(run)
+    for named in (run, run / "adapter"):
+        said = f"{named} is no model: give its base, '{micro_dir}', as the model and {run}/adapter as the adapter"
+        with pytest.raises(FileNotFoundError, match=re.escape(said)):
+            model_config(named)
 
 
 def test_no_leaf_of_an_import_shares_its_memory_with_the_file(exported, micro_dir):
