@@ -24,9 +24,9 @@ from qerl_jax.backends.vllm_settings import check as check_vllm
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import load_policy
-from qerl_jax.checkpoint.of_run import format_for, formats_note, loaded_format
+from qerl_jax.checkpoint.of_run import base_note, format_for, loaded_format
 from qerl_jax.checkpoint.peft_config import adapter_config
-from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
+from qerl_jax.checkpoint.safetensors import CheckpointError, model_fingerprint, read_json
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.compilation import use_compilation_cache
 from qerl_jax.config import Config, ConfigError, flags
@@ -44,7 +44,7 @@ from qerl_jax.rollout.engine import check_positions, generate
 from qerl_jax.rollout.shapes import ending_note
 from qerl_jax.run.choose_rewards import correctness_reward
 from qerl_jax.run.devices import free_device_bytes, kernels_note, make_deterministic, use_device_memory
-from qerl_jax.run.fingerprints import PROMPTS_DATE, evaluation_date, model_fingerprint, problems_fingerprint
+from qerl_jax.run.fingerprints import PROMPTS_DATE, evaluation_date, problems_fingerprint
 from qerl_jax.run.memory import evaluation_fits
 from qerl_jax.types import Prompts, Rollout
 
@@ -182,7 +182,7 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
     directory = model_path(config.model)
     if config.rollout_backend == "vllm":
         check_vllm(config, directory, replicas.count * replicas.tensor_parallel, "backend")
-    if config.adapter and (note := formats_note(Path(config.adapter), directory, config.weight_format)):
+    if config.adapter and (note := base_note(Path(config.adapter), directory, config.weight_format)):
         print(note, flush=True)
     model = model_config(directory)
     print(

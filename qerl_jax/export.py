@@ -24,20 +24,20 @@ from qerl_jax.atomic import atomic_directory
 from qerl_jax.backends.vllm_settings import RANKS
 from qerl_jax.checkpoint import hf_config
 from qerl_jax.checkpoint.adapter import write_adapter
-from qerl_jax.checkpoint.adapter_reader import AdapterReader, trained_format
+from qerl_jax.checkpoint.adapter_reader import AdapterReader, trained_base, trained_format
 from qerl_jax.checkpoint.check import check_names
 from qerl_jax.checkpoint.load import accepted_quantization
 from qerl_jax.checkpoint.of_run import (
     Source,
+    base_note,
     find_source,
-    formats_note,
     loaded_format,
     write_trained_adapter,
 )
 from qerl_jax.checkpoint.policy_tensors import dense_tensors, replaced
 from qerl_jax.checkpoint.quantize import write_quantized
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR
-from qerl_jax.checkpoint.safetensors import Tensors, open_checkpoint
+from qerl_jax.checkpoint.safetensors import Tensors, model_fingerprint, open_checkpoint
 from qerl_jax.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer, refuse_other_tokenizer
 from qerl_jax.checkpoint.write import ADAPTER_PART, BASE_PART, check_output, write_checkpoint
 from qerl_jax.config import Config, ConfigError, flags
@@ -116,7 +116,7 @@ def export(
             source = dataclasses.replace(source, adapter=Path(temporary))
         refuse_other_tokenizer(source.base, source.adapter)
         reader = AdapterReader(source.adapter, source.model)
-        if note := formats_note(source.adapter, source.base, source.weight_format):
+        if note := base_note(source.adapter, source.base, source.weight_format):
             say(note)
         if kind == "peft":
             if source.quantizes:
@@ -148,7 +148,7 @@ def _write_merged(source: Source, reader: AdapterReader, directory: Path, progre
 def _write_peft(source: Source, reader: AdapterReader, directory: Path) -> None:
     """The adapter with its norms, and the base's tokenizer."""
     tensors, trained_on = (reader.lora_tensors(), reader.norm_tensors()), trained_format(source.adapter)
-    write_adapter(directory, reader.config, *tensors, source.base_model, trained_on)
+    write_adapter(directory, reader.config, *tensors, source.base_model, trained_on, trained_base(source.adapter))
     for name in TOKENIZER_FILES:
         if (source.base / name).is_file():
             shutil.copyfile(source.base / name, directory / name)
@@ -156,15 +156,17 @@ def _write_peft(source: Source, reader: AdapterReader, directory: Path) -> None:
 
 def _write_vllm(source: Source, reader: AdapterReader, directory: Path, final: Path, progress: Progress) -> None:
     """The LoRA alone, and the base with the adapter's norms; the base only where it is not the original one."""
-    base_model, norms, weight_format = source.base_model, reader.norm_tensors(), trained_format(source.adapter)
+    base_model, norms = source.base_model, reader.norm_tensors()
+    weight_format, fingerprint = trained_format(source.adapter), trained_base(source.adapter)
     if norms or source.quantizes:
         base_model = str(final.absolute() / BASE_PART)
         (directory / BASE_PART).mkdir()
         _write_base(source, norms, directory / BASE_PART, progress)
         weight_format = loaded_format(directory / BASE_PART, None)
+        fingerprint = model_fingerprint(directory / BASE_PART)
     (part := directory / ADAPTER_PART).mkdir()
     lora = reader.lora_tensors()
-    write_adapter(part, reader.config, lora, {}, base_model, weight_format, source.base_model)
+    write_adapter(part, reader.config, lora, {}, base_model, weight_format, fingerprint, source.base_model)
 
 
 def _write_base(source: Source, norms: Mapping[str, np.ndarray], directory: Path, progress: Progress) -> None:

@@ -26,7 +26,8 @@ from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.adapter_reader import AdapterReader
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.of_run import Source
-from qerl_jax.checkpoint.orbax import Checkpointer
+from qerl_jax.checkpoint.orbax import Checkpointer, model_input
+from qerl_jax.checkpoint.safetensors import model_fingerprint
 from qerl_jax.config import Config
 from qerl_jax.evaluate import parse as parse_evaluation
 from qerl_jax.export import _commands, main
@@ -49,7 +50,7 @@ def make_run(
     config = runs.config(run, **options)
     policy = load_policy(model, config.weight_format, config.lora, jnp.float32)
     run_directory.write_config(run, config)
-    checkpoints = Checkpointer(run, 2)
+    checkpoints = Checkpointer(run, 2, {model_input(config): model_fingerprint(model)})
     for step in (1, 2):
         moved = randomized(policy, step)
         if config.train_norms or imports_norms:
@@ -182,7 +183,8 @@ def test_an_exported_adapter_says_on_which_weights_it_was_trained(tmp_path, caps
         assert (
             "trained on" not in said and "requests need" not in said and f"not on those in {kind.upper()}: vllm" in said
         )
-        assert card(out) == {"base_model": base, "library_name": "peft", "weight_format": kind}
+        trained_on = {"weight_format": kind, "base_fingerprint": model_fingerprint(tmp_path / "model")}
+        assert card(out) == {"base_model": base, "library_name": "peft", **trained_on}
     assert main([str(tmp_path / "again"), str(tmp_path / "other"), "--base", base, "--weight-format", "bf16"]) == 0
     line = f"the adapter was trained on weights in {kind.upper()}, its base has them in BF16 here"
     assert line in capsys.readouterr().out
@@ -191,7 +193,11 @@ def test_an_exported_adapter_says_on_which_weights_it_was_trained(tmp_path, caps
         assert main([str(run), str(tmp_path / model.split("/")[0]), "--as", form]) == 0
         assert ("requests need" in (told := capsys.readouterr().out)) == (kind == "nf4") == (said in told)
         assert not (tmp_path / model / "README.md").exists()
+    assert main([str(tmp_path / "again"), str(tmp_path / "twice"), "--base", str(tmp_path / "whole")]) == 0
+    said = f"the files of {tmp_path}/whole are not those that the adapter was trained on: where it is merged into them"
+    assert said in capsys.readouterr().out
     found = card("served/adapter")
+    assert found["base_fingerprint"] == model_fingerprint(tmp_path / "served/base")
     assert found["base_model"] == str(tmp_path / "served/base")
     assert found["weight_format"] == ("nvfp4" if kind == "nvfp4" else "bf16")
     text = (tmp_path / "served/adapter/README.md").read_text()

@@ -35,7 +35,7 @@ _CARD = """---
 base_model: {base}
 library_name: peft
 weight_format: {format}
----
+{fingerprint}---
 QeRL-JAX trained this adapter on {name}. Its base has projections in `weight_format`: on those in another format, as of
 an unquantized checkpoint for an adapter of 4-bit ones, it gives other logits and another accuracy.
 """
@@ -93,6 +93,7 @@ def export_adapter(
     base_model: str | None = None,
     *,
     beside_others: bool = False,
+    fingerprint: str | None = None,
 ) -> None:
     """Write the policy's adapters as a PEFT directory, atomically.
 
@@ -102,6 +103,7 @@ def export_adapter(
       norms: include the layer norms, as `modules_to_save` that `peft` loads.
       base_model: path or hub id written as `base_model_name_or_path`; None: the one that the policy was loaded from.
       beside_others: also where `dst` holds files but no adapter, as that of a run may.
+      fingerprint: of the model that it was trained on; None: that of a directory that the policy was loaded from.
 
     Raises ValueError if there is nothing to export, no base model to name, or a value that is not finite;
     FileExistsError if `dst` holds files but no adapter, without `beside_others`.
@@ -115,9 +117,12 @@ def export_adapter(
     for name, value in (lora | layer_norms).items():
         if not np.isfinite(value).all():
             raise ValueError(f"{dst} is not written: {name!r} holds a value that is not finite")
+    if fingerprint is None and policy.source and Path(policy.source).is_dir():
+        fingerprint = safetensors.model_fingerprint(Path(policy.source))
     others = _other_files(Path(dst), beside_others)
     with atomic_directory(Path(dst)) as directory:
-        write_adapter(directory, policy.lora_config, lora, layer_norms, base_model, policy_format(policy))
+        tensors = lora, layer_norms
+        write_adapter(directory, policy.lora_config, *tensors, base_model, policy_format(policy), fingerprint)
         for entry in others:
             copy = shutil.copytree if entry.is_dir() else shutil.copy2
             copy(entry, directory / entry.name)
@@ -137,6 +142,7 @@ def write_adapter(
     norms: Mapping[str, np.ndarray],
     base_model: str,
     weight_format: str | None,
+    fingerprint: str | None = None,
     trained_on: str | None = None,
 ) -> None:
     """Write a PEFT adapter into an empty directory.
@@ -148,6 +154,7 @@ def write_adapter(
       norms: name in the base checkpoint -> f32[D] (`norm_tensors`); empty: none.
       base_model: written as `base_model_name_or_path`.
       weight_format: of the base that it was trained on, for the card that `trained_format` reads; None: no card.
+      fingerprint: of that base, for `trained_base`; None: unknown.
       trained_on: the model that the card names as the one it was trained on; None: `base_model`.
     """
     saved = {norm_key(name): value for name, value in norms.items()}
@@ -157,7 +164,9 @@ def write_adapter(
     write_json(directory / CONFIG_FILE, values)
     safetensors.save(directory / WEIGHTS_FILE, {**lora, **saved})
     if weight_format is not None:
-        card = _CARD.format(base=json.dumps(base_model), name=trained_on or base_model, format=weight_format)
+        said = f"base_fingerprint: {fingerprint}\n" if fingerprint else ""
+        names = {"base": json.dumps(base_model), "name": trained_on or base_model}
+        card = _CARD.format(**names, format=weight_format, fingerprint=said)
         (directory / CARD_FILE).write_text(card, encoding="utf-8")
 
 

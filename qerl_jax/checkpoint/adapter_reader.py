@@ -34,10 +34,20 @@ def trained_format(directory: Path) -> str | None:
     """Format of the weights that an adapter was trained on, one of `WEIGHT_FORMATS`; None where its card does not say
     so, as that of peft.
     """
+    found = _of_card(directory, "weight_format")
+    return found if found in WEIGHT_FORMATS else None
+
+
+def trained_base(directory: Path) -> str | None:
+    """`model_fingerprint` of the model that an adapter was trained on; None where its card does not say so."""
+    return _of_card(directory, "base_fingerprint")
+
+
+def _of_card(directory: Path, key: str) -> str | None:
     path = directory / CARD_FILE
     text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
-    found = re.match(r"---\n(?:(?!---).*\n)*?weight_format: (\w+)\n", text)
-    return found[1] if found and found[1] in WEIGHT_FORMATS else None
+    found = re.match(rf"---\n(?:(?!---).*\n)*?{key}: (\w+)\n", text)
+    return found[1] if found else None
 
 
 class AdapterReader:

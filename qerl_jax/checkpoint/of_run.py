@@ -13,11 +13,12 @@ import numpy as np
 
 from qerl_jax.checkpoint import assets, hf_config, names
 from qerl_jax.checkpoint.adapter import write_adapter
-from qerl_jax.checkpoint.adapter_reader import lora_key, trained_format
+from qerl_jax.checkpoint.adapter_reader import lora_key, trained_base, trained_format
 from qerl_jax.checkpoint.hub import is_hub_id
-from qerl_jax.checkpoint.orbax import Checkpointer, latest_step
+from qerl_jax.checkpoint.orbax import Checkpointer, latest_step, model_input, saved_inputs
 from qerl_jax.checkpoint.peft_config import CONFIG_FILE as ADAPTER_CONFIG
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CONFIG_FILE
+from qerl_jax.checkpoint.safetensors import model_fingerprint
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.config import load as load_config
 from qerl_jax.messages import shown
@@ -106,16 +107,19 @@ def format_for(adapter: Path, base: Path, weight_format: str | None) -> str | No
     return weight_format
 
 
-def formats_note(adapter: Path, base: Path, weight_format: str | None) -> str:
-    """A line on the weights that an adapter was trained on, and on those of its base here; "" where the formats are
-    equal.
+def base_note(adapter: Path, base: Path, weight_format: str | None) -> str:
+    """A line on the model that an adapter was trained on, and on its base here; "" where formats and files are equal,
+    or the adapter does not name these.
     """
-    trained, own = trained_format(adapter), loaded_format(base, weight_format)
-    if trained == own:
-        return ""
-    unsaid = "does not say on weights of which format it was trained"
-    said = f"was trained on weights in {trained.upper()}" if trained else unsaid
-    return f"the adapter {said}, its base has them in {own.upper()} here"
+    trained, own, said = trained_format(adapter), loaded_format(base, weight_format), []
+    if trained != own:
+        unsaid = "does not say on weights of which format it was trained"
+        on = f"was trained on weights in {trained.upper()}" if trained else unsaid
+        said.append(f"the adapter {on}, its base has them in {own.upper()} here")
+    if trained_base(adapter) not in (None, model_fingerprint(base)):
+        twice = "where it is merged into them, it counts twice"
+        said.append(f"the files of {base} are not those that the adapter was trained on: {twice}")
+    return "; ".join(said)
 
 
 def loaded_format(base: Path, weight_format: str | None) -> str:
@@ -142,8 +146,10 @@ def write_trained_adapter(source: Source, directory: Path) -> None:
         if match
     }
     moved = source.config.train_norms or any(name.startswith("reference_norms/") for name in arrays)
+    tensors = lora, _norms(arrays) if moved else {}
     trained_on = loaded_format(source.base, source.weight_format)
-    write_adapter(directory, source.config.lora, lora, _norms(arrays) if moved else {}, source.base_model, trained_on)
+    fingerprint = saved_inputs(source.directory).get(model_input(source.config))
+    write_adapter(directory, source.config.lora, *tensors, source.base_model, trained_on, fingerprint)
 
 
 def _norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -232,6 +232,11 @@ def _refuse_other(path: Path, config: Config, saved: dict[str, Any]) -> None:
         )
 
 
+def model_input(config: Config) -> str:
+    """Name of the input that is the fingerprint of a run's model."""
+    return f"model {config.model}"
+
+
 def saved_inputs(directory: Path) -> dict[str, str]:
     """What the newest checkpoint of a run directory keeps of its inputs; nothing where there is none, or its
     manifest cannot be read, which `Checkpointer.restore` says.

@@ -6,6 +6,7 @@ The package's numpy front end copies each tensor and does not know E4M3; mapping
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,6 +38,7 @@ DTYPES = {
 FLOATS = ("bfloat16", "float16", "float32")  # what an unquantized weight may be stored in
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_BLOCKS, _BLOCK_BYTES = 64, 1 << 12
 
 
 class CheckpointError(ValueError):
@@ -176,6 +178,21 @@ def unread_weights(directory: Path) -> str:
     """What an error says besides where a directory has weights of another kind; "" where it has none."""
     found = sorted(file.name for file in directory.iterdir() if file.suffix in (".gguf", ".bin", ".pt", ".pth"))
     return f"; {found[0]} is not read: take the model's safetensors" if found else ""
+
+
+def model_fingerprint(directory: Path) -> str:
+    """Fingerprint of names, sizes and bytes of the JSON and safetensors files: 64 evenly spaced blocks of 4 KiB of
+    each, its header and its end among them. Any training changes them.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors", ".jinja")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for block in range(_BLOCKS):
+                file.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def read_index(path: Path) -> dict[str, str]:

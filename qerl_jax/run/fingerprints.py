@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.checkpoint import assets
-from qerl_jax.checkpoint.orbax import saved_inputs
+from qerl_jax.checkpoint.orbax import model_input, saved_inputs
+from qerl_jax.checkpoint.safetensors import model_fingerprint
 from qerl_jax.config import Config
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.messages import Given
@@ -22,7 +23,6 @@ from qerl_jax.rewards.functions import BUILT_IN, reward_file
 
 PROMPTS_DATE = "date in prompts"
 """Name of the input that is the date of the run's start, in ISO's form: its prompts keep it when the run is resumed."""
-_BLOCKS, _BLOCK_BYTES = 64, 1 << 12
 
 
 def fingerprints(
@@ -36,7 +36,7 @@ def fingerprints(
       eval_problems: those of `config.eval_dataset`.
     """
     model = assets.model_path(config.model)
-    found = {f"model {config.model}": model_fingerprint(model)}
+    found = {model_input(config): model_fingerprint(model)}
     for name, items in zip(config.dataset, problems, strict=True):
         found[f"dataset {name}"] = problems_fingerprint(items)
     if config.eval_dataset:
@@ -122,21 +122,6 @@ def name_of(function: Any) -> str:
     """Module and name of a function, or of an optax transformation."""
     function = getattr(function, "update", function)
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-def model_fingerprint(directory: Path) -> str:
-    """Fingerprint of names, sizes and bytes of the JSON and safetensors files: 64 evenly spaced blocks of 4 KiB of
-    each, its header and its end among them. Any training changes them.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors", ".jinja")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for block in range(_BLOCKS):
-                file.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
-                digest.update(file.read(_BLOCK_BYTES))
-    return digest.hexdigest()
 
 
 def problems_fingerprint(items: Iterable[EncodedProblem]) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 from qerl_jax import aqn
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.hub import is_hub_id
-from qerl_jax.checkpoint.orbax import Checkpointer, saved_inputs
+from qerl_jax.checkpoint.orbax import Checkpointer, model_input, saved_inputs
 from qerl_jax.checkpoint.run_files import (
     ADAPTER_DIR,
     CHECKPOINTS_DIR,
@@ -140,7 +140,8 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     config, directory, console, last = run.config, run.directory, run.console, int(state.step)
     is_done = last == config.num_rollouts
     if recorder.checkpoints and is_done:
-        export_trained(run.policy, state, directory / ADAPTER_DIR)
+        fingerprint = recorder.checkpoints.inputs.get(model_input(config))
+        export_trained(run.policy, state, directory / ADAPTER_DIR, fingerprint)
     if is_done and _lacks(run, recorder, "after"):
         say(console, "evaluating the trained policy on the same problems …")
         try:
@@ -178,13 +179,15 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
     summary_table(console, summary, str(directory), list(files.items()))
 
 
-def export_trained(policy: Policy, state: TrainState, directory: Path) -> None:
-    """Write the adapter of a run, with the layer norms where they were trained or imported."""
+def export_trained(policy: Policy, state: TrainState, directory: Path, fingerprint: str | None = None) -> None:
+    """Write the adapter of a run, with the layer norms where they were trained or imported. `fingerprint`: of its
+    model.
+    """
     config = state.config
     trained = policy.replace(norms=state.norms, lora=state.lora)
     norms = config.train_norms or trained.base_norms is not None
     base_model = config.model if is_hub_id(config.model) else str(Path(policy.source).absolute())
-    export_adapter(trained, directory, norms=norms, base_model=base_model, beside_others=True)
+    export_adapter(trained, directory, norms=norms, base_model=base_model, beside_others=True, fingerprint=fingerprint)
 
 
 def _lacks(run: Run, recorder: Recorder, name: str) -> bool:

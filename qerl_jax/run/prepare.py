@@ -22,7 +22,7 @@ from qerl_jax.checkpoint import assets
 from qerl_jax.checkpoint.adapter import open_adapter
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import accepted_quantization, load_policy, read_tokenizer
-from qerl_jax.checkpoint.of_run import formats_note
+from qerl_jax.checkpoint.of_run import base_note
 from qerl_jax.checkpoint.orbax import refuse_changed
 from qerl_jax.checkpoint.peft_config import adapter_config
 from qerl_jax.compilation import committed, use_compilation_cache
@@ -160,7 +160,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         programs.submit(rehearse_run, config, hooks, limit, replicas)
         if config.adapter is not None:
             base = assets.model_path(config.model)
-            if note := formats_note(Path(config.adapter), base, config.weight_format):
+            if note := base_note(Path(config.adapter), base, config.weight_format):
                 say(console, note)
         say(console, f"loading {config.model} …")
         loaded = load(config, console, replicas.tensor_parallel, tokenizer, problems)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import Checkpointer
-from qerl_jax.checkpoint.safetensors import CheckpointError
+from qerl_jax.checkpoint.safetensors import CheckpointError, model_fingerprint
 from qerl_jax.config import Config, ConfigError, dump, load
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
@@ -31,7 +31,6 @@ from qerl_jax.run.fingerprints import (
     PROMPTS_DATE,
     fingerprints,
     function_fingerprint,
-    model_fingerprint,
     problems_fingerprint,
     prompts_date,
 )
