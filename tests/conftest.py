@@ -128,10 +128,10 @@ def nothing_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def nothing_drawn() -> Iterator[None]:
     """No run draws its plots when it ends, which takes 0.8 s."""
-    from qerl_jax.run import lifecycle
+    from qerl_jax.run import recorder
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lifecycle, "write_plots", lambda *_: [])
+        patch.setattr(recorder, "write_plots", lambda *_: [])
         yield
 
 

@@ -165,7 +165,9 @@ def test_a_non_finite_update_is_skipped_dumped_and_counted(settings, tmp_path):
     for old, new in zip(jax.tree.leaves(policy.lora), jax.tree.leaves(states[0].lora), strict=True):
         np.testing.assert_array_equal(old, new)
     assert read_metrics(directory)[0]["skipped"] == config.num_iterations
-    assert not (directory / "adapter").exists()
+    assert not (directory / "adapter").exists() and (directory / "plots" / "reward.png").exists()
+    assert "stopped by an error after step 1 of 1.\n" in (report := (directory / "report.md").read_text())
+    assert "- none of 1 steps trained anything: loss, gradient or new parameters" in report
     dumped = np.load(directory / "nonfinite" / "step_000001.npz")
     recorded = pyarrow.parquet.read_table(directory / "completions" / "step_000001.parquet").to_pydict()
     assert dumped["advantages"].shape == (8,) and dumped["advantages"].tolist() == recorded["advantage"]

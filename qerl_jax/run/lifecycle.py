@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,9 +30,7 @@ from qerl_jax.evaluation.grading import grader_of
 from qerl_jax.reporting import health
 from qerl_jax.reporting.console import say
 from qerl_jax.reporting.metrics import cut_back, read_evaluations, write_evaluations
-from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import summary_table
-from qerl_jax.reporting.report import Ending, write_report
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rl.adamw import AdamW, learning_rate_at
 from qerl_jax.rl.plan import within
@@ -155,12 +152,8 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
         return
     recorder.curves.close()
     recorder.mend()
-    rows = recorder.metrics.rows
-    write_plots(directory, rows)
     reason = "" if is_done else signal.Signals(recorder.stopped).name
-    seconds = recorder.phases.totals | Counter(compiling=run.programs.waited if run.programs else 0)
-    ending = Ending(last, reason, recorder.evaluations, seconds, run.given)
-    write_report(directory, config, rows, ending)
+    recorder.report(last, reason)
     if reason:
         say(console, f"stopped by {reason} after step {last} of {config.num_rollouts}, checkpoint saved; resume with")
         say(console, run.resume_command)
@@ -173,7 +166,7 @@ def finish_run(run: Run, recorder: Recorder, state: TrainState) -> None:
         "plots": PLOTS_DIR,
         "adapter": ADAPTER_DIR,
     }
-    if health.refuse_untrained(rows, config):
+    if health.refuse_untrained(recorder.metrics.rows, config):
         files["adapter, which no step trained"] = files.pop("adapter")
     summary = [(name, result.describe()) for name, result in recorder.evaluations.items()]
     summary_table(console, summary, str(directory), list(files.items()))

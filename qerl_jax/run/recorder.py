@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -19,7 +20,9 @@ from qerl_jax.reporting import health
 from qerl_jax.reporting.console import say
 from qerl_jax.reporting.metrics import MetricsFile, write_completions
 from qerl_jax.reporting.phases import Phases
+from qerl_jax.reporting.plots import write_plots
 from qerl_jax.reporting.progress import TrainingProgress
+from qerl_jax.reporting.report import Ending, write_report
 from qerl_jax.reporting.sinks import Sinks
 from qerl_jax.reporting.summaries import completion_columns, run_metrics, step_metrics
 from qerl_jax.rewards.outcomes import RewardError
@@ -92,11 +95,15 @@ class Recorder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Whatever ends the run, no finished step is lost, unless none of them trained anything."""
-        is_lost = error is not None and not isinstance(error, health.UntrainedError)
+        """Whatever ends the run, no finished step is lost, unless none of them trained anything, which leaves a report
+        alone.
+        """
         with self._contexts:
-            if is_lost:
+            if not isinstance(error, health.UntrainedError | None):
                 self._save_after_error(error)
+            elif error and self.metrics:
+                with contextlib.suppress(OSError):  # the error says more
+                    self.report(self.metrics.rows[-1]["step"], "an error")
 
     def record(
         self,
@@ -151,6 +158,14 @@ class Recorder:
                     self._newest = None
                     raise
         return self.stopped != 0
+
+    def report(self, step: int, reason: str) -> None:
+        """Write plots and report of a run that ended after `step` by `reason`, "" where all steps are done."""
+        run, rows = self._run, self.metrics.rows
+        write_plots(run.directory, rows)
+        seconds = self.phases.totals | Counter(compiling=run.programs.waited if run.programs else 0)
+        ending = Ending(step, reason, self.evaluations, seconds, run.given)
+        write_report(run.directory, run.config, rows, ending)
 
     def mend(self) -> None:
         """Write metrics and config again where another program removed or cut them, and say so: what was in the output

@@ -46,7 +46,7 @@ SHOWN = {
 
 def recorder_of(run: Run, checkpoints: Checkpointer) -> Recorder:
     """After two steps, of which the progress bar shows these numbers."""
-    recorder = Recorder(run, checkpoints, 2, 2)
+    recorder = Recorder(run, checkpoints, 2, 2, {})
     recorder._metrics = SHOWN
     return recorder
 
@@ -350,7 +350,8 @@ def test_a_stop_signal_is_a_request_the_second_acts_and_an_ignored_one_is_none(n
 
 
 def row(step: int, **changes: float) -> dict[str, float]:
-    return {"step": step, "num_tokens": step, "skipped": 0, "grad_norm": 0.0, "reward": 0.0} | changes
+    same = {"num_tokens": step, "skipped": 0, "grad_norm": 0.0, "reward": 0.0, "reward_std": 0.0}
+    return {"step": step} | same | changes
 
 
 @pytest.mark.parametrize("before", [0.0, 0.5])
