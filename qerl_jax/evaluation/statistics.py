@@ -40,9 +40,10 @@ def ks(n: int) -> list[int]:
 
 
 def estimates(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES) -> dict[str, Estimate]:
-    """Mean of each list of P values, one a problem, with its interval over problems: Wilson's where all of them are 0
-    or 1, else the percentile bootstrap's (Efron & Tibshirani 1993, chapter 13), for which all lists are resampled
-    together, from one fixed seed.
+    """Mean of each list of P values in [0, 1], one a problem, with its interval over problems: Wilson's where all of
+    them are 0 or 1, or equal, else the percentile bootstrap's (Efron & Tibshirani 1993, chapter 13), for which all
+    lists are resampled together, from one fixed seed. Of equal values the bootstrap's has no width; no values of the
+    same mean vary more than those that are 0 or 1.
     """
     columns = {name: np.array(column, np.float64) for name, column in values.items()}
     count = len(next(iter(columns.values())))
@@ -52,7 +53,7 @@ def estimates(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES)
             means[name].append(weights @ column / count)
     found = {}
     for name, column in columns.items():
-        if np.isin(column, (0.0, 1.0)).all():
+        if np.isin(column, (0.0, 1.0)).all() or (column == column[0]).all():
             low, high = wilson(float(column.mean()), count)
         else:
             low, high = np.quantile(np.concatenate(means[name]), (0.025, 0.975))

@@ -11,11 +11,12 @@ from qerl_jax.evaluation.statistics import estimates, ks, pass_at_k, sampling_er
 
 def test_shares_of_problems_have_wilsons_interval():
     """Newcombe 1998 (Statistics in Medicine 17, table I), method 3: 81 of 263, 15 of 148 and 0 of 20. The bootstrap's
-    is of zero width where all problems agree.
+    is of zero width where all problems agree, also on another value than 0 and 1.
     """
     for right, count, bounds in ((81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0.0, 0.1611))):
-        found = estimates({"a": [1.0] * right + [0.0] * (count - right), "b": [0.5] * count})
-        assert found["a"] == pytest.approx((right / count, *bounds), abs=5e-5) and found["b"] == (0.5, 0.5, 0.5)
+        share = right / count
+        found = estimates({"a": [1.0] * right + [0.0] * (count - right), "b": [share] * count})
+        assert found["a"] == found["b"] == pytest.approx((share, *bounds), abs=5e-5)
     for count in range(1, 200):  # exactly, which the formula misses by a rounding
         assert wilson(0.0, count)[0] == 0.0 and wilson(1.0, count)[1] == 1.0
 
