@@ -20,14 +20,15 @@ LOCK_FILE = "run.lock"
 CHECKPOINT_RESTS = (".[0-9]*.writing", ".[0-9]*.replaced")
 """What a killed writer left among the checkpoints, as `atomic_directory` names it."""
 
+_STEP = "step_" + "[0-9]" * 6
 OWNED: dict[str, tuple[str, ...]] = {
     CHECKPOINTS_DIR: (),
     EVALUATION_FILE: (),
     METRICS_FILE: (),
-    COMPLETIONS_DIR: ("step_*.parquet", "step_*.tmp"),
+    COMPLETIONS_DIR: (f"{_STEP}.parquet", f"{_STEP}.tmp"),
     ADAPTER_DIR: ("adapter_config.json", "adapter_model.safetensors"),
     PLOTS_DIR: ("reward.png", "accuracy.png", "entropy.png", "length.png", "mismatch.png"),
-    NONFINITE_DIR: ("step_*.npz",),
+    NONFINITE_DIR: (f"{_STEP}.npz",),
     REPORT_FILE: (),
     TENSORBOARD_DIR: ("events.out.tfevents.*",),
     WANDB_DIR: ("run-*", "offline-run-*", "latest-run", "debug*.log", "settings"),

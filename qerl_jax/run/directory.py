@@ -107,8 +107,11 @@ def _is_config_of_a_run(path: Path) -> bool:
     return isinstance(values, dict) and {"model", "dataset", "output_dir", "max_steps"} <= values.keys()
 
 
-def clear(directory: Path, names: Iterable[str] = tuple(OWNED)) -> None:
-    """Delete what an old run left, by these names; files that no run writes stay, also in its directories."""
+def clear(directory: Path, names: Iterable[str] = tuple(OWNED)) -> list[str]:
+    """Delete what an old run left, by these names; files that no run writes stay, also in its directories. Returns the
+    names that were there.
+    """
+    names = [name for name in names if _is_left(directory / name)]
     for name in names:
         path = directory / name
         if not path.is_dir():
@@ -121,6 +124,7 @@ def clear(directory: Path, names: Iterable[str] = tuple(OWNED)) -> None:
                 entry.unlink()
         if not path.is_symlink() and not any(path.iterdir()):
             path.rmdir()
+    return names
 
 
 def write_config(directory: Path, config: Config) -> None:

@@ -58,8 +58,8 @@ def begin_run(run: Run, state: TrainState) -> tuple[Recorder, TrainState]:
     checkpoints, place, evaluations = None, (0, 0), None
     if run.replicas.is_first:
         run_directory.check(directory, config)  # again: another run may have used the directory while this one loaded
-        if config.overwrite:
-            run_directory.clear(directory)
+        if config.overwrite and (deleted := run_directory.clear(directory)):
+            say(console, f"overwrite: deleted of the run before: {', '.join(deleted)}")
         checkpoints = Checkpointer(directory, config.save_total_limit or LARGEST_INT, inputs)
         state = restore(config, checkpoints, state, console)
         place = int(state.step), cut_back(directory, int(state.step))

@@ -109,13 +109,16 @@ def test_overwrite_deletes_only_what_a_run_made(tmp_path):
         [
             *(
                 "notes.md", "checkpoints/README", "checkpoints/mine/weights", "checkpoints/007/x",
-                "checkpoints/3-best/manifest.json", "completions/best.txt", "adapter/README.md",
+                "checkpoints/3-best/manifest.json", "completions/step_best.parquet", "adapter/README.md",
             ),
             *("plots/mine.svg", "plots/own.png", "nonfinite/why.txt", "tensorboard/other/events", "wandb/mine"),
         ],
     )  # fmt: skip
     run_directory.check(directory, config_of(directory))
-    run_directory.clear(directory)
+    deleted = (
+        "checkpoints evaluation.json metrics.jsonl completions adapter plots nonfinite report.md tensorboard wandb"
+    )
+    assert run_directory.clear(directory) == [*deleted.split(), "wandb.json", "config.yaml"]
     left = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert left == set(foreign)
 

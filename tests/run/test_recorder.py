@@ -114,6 +114,9 @@ def test_a_run_goes_on_or_begins_anew(running, capsys):
     assert (there.metrics.rows, there.evaluations, latest_step(directory)) == ([], {}, None)
     assert "50 updates are no more than num_stages 70" in said
     assert {path.name for path in directory.iterdir()} >= {"notes"} and "resuming" not in said
+    assert said.startswith(
+        "overwrite: deleted of the run before: checkpoints, evaluation.json, metrics.jsonl, config.yaml\n"
+    )
 
 
 def test_before_training_is_the_policy_that_a_run_began_with(running):
