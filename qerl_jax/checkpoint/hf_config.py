@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.checkpoint.layouts import Quantization, quantization_of
-from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINTS_DIR
+from qerl_jax.checkpoint.run_files import ADAPTER_DIR, is_run
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json, unread_weights
 from qerl_jax.checkpoint.tokenizer import eos_id
 from qerl_jax.config.values import LARGEST_INT
@@ -59,7 +59,7 @@ def _of_training(directory: Path) -> str:
         if (adapter / CONFIG_FILE).is_file():
             base = read_json(adapter / CONFIG_FILE).get("base_model_name_or_path")
             return f"{directory} is no model: give its base, {shown(base)}, as the model and {adapter} as the adapter"
-    if (directory / CHECKPOINTS_DIR).is_dir():
+    if is_run(directory):
         write = f"python -m qerl_jax.export {shlex.quote(str(directory))} OUT"
         return f"{directory} is a run, not a model: `{write}` writes its newest adapter, `--as merged` a model"
     return ""

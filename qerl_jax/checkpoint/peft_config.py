@@ -10,7 +10,7 @@ from typing import Any
 
 from qerl_jax.checkpoint import names
 from qerl_jax.checkpoint.hf_config import MAX_LAYERS, read_json
-from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINTS_DIR
+from qerl_jax.checkpoint.run_files import ADAPTER_DIR, is_run
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config.values import LARGEST_INT
 from qerl_jax.messages import shown
@@ -82,7 +82,7 @@ def _instead(directory: Path) -> str:
     """What to name in the place of a directory that holds no adapter."""
     if (directory / ADAPTER_DIR / CONFIG_FILE).exists():
         return f"name {directory / ADAPTER_DIR}"
-    run = next((path for path in (directory, directory.parent) if (path / CHECKPOINTS_DIR).is_dir()), None)
+    run = next(filter(is_run, (directory, directory.parent)), None)
     if run is None:
         return "an adapter is a PEFT directory"
     write = f"python -m qerl_jax.export {shlex.quote(str(run))} OUT --as peft"

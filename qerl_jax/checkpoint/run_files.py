@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_DIR = "completions"
@@ -37,3 +39,8 @@ OWNED: dict[str, tuple[str, ...]] = {
 }
 """What `--overwrite` deletes, in this order: files, and in directories the entries of these patterns (of checkpoints
 those that hold one). The file by which a run is known comes last, so that it survives a kill."""
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory looks like that of a run that has begun."""
+    return (directory / CONFIG_FILE).is_file() and (directory / CHECKPOINTS_DIR).is_dir()

@@ -221,6 +221,10 @@ def test_what_to_name_in_the_place_of_no_adapter_and_no_model(tmp_path, exported
     """The adapter of a finished run, or how to get that of one that was stopped."""
     run = tmp_path / "my run"
     (run / "checkpoints" / "3").mkdir(parents=True)
+    for look, said in ((adapter_config, "an adapter is a PEFT directory"), (model_config, "a model is a Hugging Face")):
+        with pytest.raises(FileNotFoundError, match=f"does not exist: {said}"):  # checkpoints of another program
+            look(run)
+    (run / "config.yaml").touch()
     for named in (run, run / "adapter"):
         with pytest.raises(
             FileNotFoundError, match=rf"adapter_config\.json does not exist: .*export '{run}' OUT --as peft"
