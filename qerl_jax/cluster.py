@@ -117,11 +117,11 @@ class Cluster:
 
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """As in `Link`."""
-        return np.asarray(_over_devices(_gathered, [words])[0])
+        return np.asarray(_over_devices(_gathered, words))
 
-    def all_reduce(self, vectors: list[Vector]) -> list[Vector]:
+    def all_reduce(self, vector: Vector) -> Vector:
         """As in `Link`."""
-        return _over_devices(_reduced, vectors)
+        return _over_devices(_reduced, vector)
 
     def leave(
         self,
@@ -218,9 +218,9 @@ def replica_mesh() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(devices).reshape(jax.process_count(), -1), (_AXIS, partition.AXIS))
 
 
-def _over_devices(collective: Callable, vectors: list[Any]) -> list[Any]:
-    """The replicated results of a program over each vector of all replicas, end to end. Several devices of a replica
-    hold the same vectors, and do the same.
+def _over_devices(collective: Callable, vector: Any) -> Any:
+    """The replicated result of a program over the vectors of all replicas, end to end. Several devices of a replica
+    hold the same vector, and do the same.
     """
     mesh = replica_mesh()
     if (count := jax.local_device_count()) == 1:
@@ -228,36 +228,31 @@ def _over_devices(collective: Callable, vectors: list[Any]) -> list[Any]:
     else:
         own = NamedSharding(partition.mesh_of(count), PartitionSpec())
     sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
-    shapes = [(jax.process_count() * vector.size,) for vector in vectors]
-    pairs = zip(shapes, vectors, strict=True)
-    if isinstance(vectors[0], jax.ShapeDtypeStruct):
-        everywhere = [jax.ShapeDtypeStruct(shape, vector.dtype, sharding=sharding) for shape, vector in pairs]
-        results = collective(mesh, everywhere)
-        return [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=own) for each in results]
+    shape = (jax.process_count() * vector.size,)
+    if isinstance(vector, jax.ShapeDtypeStruct):
+        result = collective(mesh, jax.ShapeDtypeStruct(shape, vector.dtype, sharding=sharding))
+        return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=own)
 
     def parts(array: Array) -> list[Array]:
         return [shard.data for shard in array.addressable_shards]
 
-    def on_own(array: Array) -> Array:
-        if count == 1:
-            return array.addressable_data(0)
-        return jax.make_array_from_single_device_arrays(array.shape, own, parts(array))
-
-    pairs = zip(shapes, jax.device_put(vectors, own), strict=True)
-    everywhere = [jax.make_array_from_single_device_arrays(shape, sharding, parts(vector)) for shape, vector in pairs]
-    return [on_own(result) for result in collective(mesh, everywhere)]
+    everywhere = jax.make_array_from_single_device_arrays(shape, sharding, parts(jax.device_put(vector, own)))
+    result = collective(mesh, everywhere)
+    if count == 1:
+        return result.addressable_data(0)
+    return jax.make_array_from_single_device_arrays(result.shape, own, parts(result))
 
 
-def _on_each(mesh: jax.sharding.Mesh, function: Callable, vectors: list[Array]) -> list[Array]:
+def _on_each(mesh: jax.sharding.Mesh, function: Callable, vector: Array) -> Array:
     own, same = PartitionSpec(_AXIS), PartitionSpec()
-    return jax.shard_map(function, mesh=mesh, in_specs=own, out_specs=same, check_vma=False)(vectors)
+    return jax.shard_map(function, mesh=mesh, in_specs=own, out_specs=same, check_vma=False)(vector)
 
 
 @program(static_argnums=0)
-def _gathered(mesh: jax.sharding.Mesh, words: list[UInt32[Array, " DX"]]) -> list[UInt32[Array, "D X"]]:
+def _gathered(mesh: jax.sharding.Mesh, words: UInt32[Array, " DX"]) -> UInt32[Array, "D X"]:
     return _on_each(mesh, lambda own: jax.lax.all_gather(own, _AXIS), words)
 
 
 @program(static_argnums=0)
-def _reduced(mesh: jax.sharding.Mesh, vectors: list[Float32[Array, " _"]]) -> list[Float32[Array, " _"]]:
-    return _on_each(mesh, lambda own: jax.lax.psum(own, _AXIS), vectors)
+def _reduced(mesh: jax.sharding.Mesh, vector: Float32[Array, " DX"]) -> Float32[Array, " X"]:
+    return _on_each(mesh, lambda own: jax.lax.psum(own, _AXIS), vector)

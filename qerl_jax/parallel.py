@@ -48,8 +48,8 @@ class Link(Protocol):
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """The arrays of all replicas, of one size."""
 
-    def all_reduce(self, vectors: list[Vector]) -> list[Vector]:
-        """The sums over replicas, the same bits on each; shapes give shapes."""
+    def all_reduce(self, vector: Vector) -> Vector:
+        """The sum over replicas, the same bits on each; a shape gives a shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +106,18 @@ class Replicas:
         if any(other != values[0] for other in values):
             raise ValueError(f"the replicas differ in {name}: {values}")
 
-    def sum(self, vectors: list[Vector]) -> list[Vector]:
-        """The sums over replicas of vectors, the same bits on each. Shapes give shapes.
+    def sum(self, vector: Vector) -> Vector:
+        """The sum over replicas of a vector, the same bits on each. A shape gives a shape.
 
-        The device's work on them ends before the replicas agree to go on, so that a lack of memory comes to light
+        The device's work on the vector ends before the replicas agree to go on, so that a lack of memory comes to light
         before another device waits. Raises as `gather`.
         """
         if self.link is None:
-            return vectors
-        if not isinstance(vectors[0], jax.ShapeDtypeStruct):
-            jax.block_until_ready(vectors)
+            return vector
+        if not isinstance(vector, jax.ShapeDtypeStruct):
+            jax.block_until_ready(vector)
             self.agree()
-        return self.link.all_reduce(vectors)
+        return self.link.all_reduce(vector)
 
     def __enter__(self) -> Self:
         return self

@@ -61,8 +61,8 @@ class ThreadLink:
     def all_gather(self, words: np.ndarray) -> np.ndarray:
         return np.stack([np.frombuffer(data, words.dtype) for data in self.exchange(words.tobytes())])
 
-    def all_reduce(self, vectors: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.asarray(self.all_gather(np.asarray(vector)).sum(axis=0)) for vector in vectors]
+    def all_reduce(self, vector: jax.Array) -> jax.Array:
+        return jnp.asarray(self.all_gather(np.asarray(vector)).sum(axis=0))
 
 
 def on_replicas(count: int, function: Callable[[Replicas], Any]) -> list[Any]:

@@ -10,8 +10,8 @@ measured: one that fails or hangs loses only itself.
 Seconds are medians over `--repeats` steps after one of warm-up, each of the slowest process: rollout, update with its
 all-reduces, whole step. `gather_seconds` is that of the last process, which waits for nobody; `all_reduce_seconds` is
 what a sum of the adapters' gradients, of `all_reduce_arrays` arrays and `all_reduce_bytes`, adds to the end of the
-backward pass. Each awaited: to `join` the arrays to vectors (in a step the host does that while the device works), and
-of the sum to `agree` to go on and the `collective`; the optimizer's step from the vectors (`optimizer`) and from the
+backward pass. Each awaited: to `join` the arrays to a vector (in a step the host does that while the device works), and
+of the sum to `agree` to go on and the `collective`; the optimizer's step from the vector (`optimizer`) and from the
 arrays, as on one GPU (`optimizer_alone`).
 """
 
@@ -52,9 +52,9 @@ from qerl_jax.compilation import committed, use_compilation_cache
 from qerl_jax.parallel import Replicas
 from qerl_jax.rl.experience import Experience, gather_experience
 from qerl_jax.rl.metrics import empty_sums
-from qerl_jax.rl.optimizer import Flat, apply_gradients, parts_of, zeros_like
+from qerl_jax.rl.optimizer import apply_gradients, parts_of, zeros_like
 from qerl_jax.rl.plan import make_update_plan
-from qerl_jax.rl.reduction import check_same_state, joined, placed
+from qerl_jax.rl.reduction import check_same_state, flat_parts, in_one_vector
 from qerl_jax.rl.state import trained_trees
 from qerl_jax.rl.step import grpo_step, layers_of
 from qerl_jax.rollout.shares import generate_share
@@ -205,12 +205,10 @@ def measure(
             return result
 
         jax.block_until_ready(parts)
-        own = sums, np.int32(replicas.index), replicas.count
-        vectors = timed("join", lambda: [*map(joined, parts), placed(*own)])
-        *summed, _ = timed("all_reduce", lambda: replicas.sum(vectors))
-        summed = [Flat.like(*pair) for pair in zip(parts, summed, strict=True)]
+        vector = timed("join", lambda: in_one_vector(replicas, parts, sums))
+        summed = flat_parts(parts, timed("all_reduce", lambda: replicas.sum(vector)))
         timed("agree", replicas.agree)
-        timed("collective", lambda: replicas.link.all_reduce(vectors))
+        timed("collective", lambda: replicas.link.all_reduce(vector))
         timed("optimizer", lambda: apply_gradients(state, summed, sums))
         timed("optimizer_alone", lambda: apply_gradients(state, parts, sums))
         return times

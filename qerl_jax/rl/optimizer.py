@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from qerl_jax.programs import program
 from qerl_jax.rl.adamw import AdamW
@@ -33,32 +33,37 @@ Step = AdamW | Partial
 """The config's optimizer, whose numbers are arrays, or the step of another one."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["structure", "shapes"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "start"], meta_fields=["structure", "shapes"]
+)
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A tree of arrays as one vector, in the order of its leaves.
+    """A tree of arrays as a part of one vector, in the order of its leaves.
 
     Attributes:
       values: fp32.
+      start: of the part.
       structure: of the tree.
       shapes: of its leaves.
     """
 
     values: Float32[Array, " X"]
+    start: Int[ArrayLike, ""]
     structure: jax.tree_util.PyTreeDef
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def like(cls, tree: Any, values: Float32[Array, " X"]) -> Flat:
-        """The vector in the form of a tree."""
+    def like(cls, tree: Any, values: Float32[Array, " X"], start: int | np.integer) -> Flat:
+        """A part of the vector in the form of a tree."""
         leaves, structure = jax.tree.flatten(tree)
-        return cls(values, structure, tuple(leaf.shape for leaf in leaves))
+        return cls(values, np.int32(start), structure, tuple(leaf.shape for leaf in leaves))
 
     def tree(self) -> Any:
         """The tree. Within a program its leaves are views of the vector, which fuse with what reads them."""
         sizes = [math.prod(shape) for shape in self.shapes]
+        own = jax.lax.dynamic_slice(self.values, (self.start,), (sum(sizes),))
         ends = zip(self.shapes, sizes, itertools.accumulate(sizes), strict=True)
-        return jax.tree.unflatten(self.structure, [self.values[end - n : end].reshape(shape) for shape, n, end in ends])
+        return jax.tree.unflatten(self.structure, [own[end - n : end].reshape(shape) for shape, n, end in ends])
 
 
 def apply_gradients(state: TrainState, parts: Sequence[Any], sums: Sums) -> tuple[TrainState, dict[str, Array]]:
@@ -120,7 +125,7 @@ def unflattened(flat: Flat) -> Any:
 @program
 def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
     """The total with the sum of squares of a part of the gradient."""
-    return total + jnp.sum(jnp.square(as_one(gradient)))
+    return total + jnp.sum(jnp.square(as_one(_tree_of(gradient))))
 
 
 @program
@@ -180,12 +185,16 @@ def _applied(
 
 
 def _stepped(update: Step, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""]) -> dict[str, Any]:
-    gradient = gradient.tree() if isinstance(gradient, Flat) else gradient
+    gradient = _tree_of(gradient)
     params = {name: before[name] for name in gradient}
     gradient = jax.tree.map(lambda leaf: factor * leaf, gradient)
     step = update.update if isinstance(update, AdamW) else update
     updates, opt_state = step(gradient, before["opt_state"], params)
     return {"opt_state": opt_state, **optax.apply_updates(params, updates)}
+
+
+def _tree_of(gradient: Any) -> Any:
+    return gradient.tree() if isinstance(gradient, Flat) else gradient
 
 
 def as_one(tree: Any) -> Float[Array, " X"]:

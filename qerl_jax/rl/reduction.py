@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, UInt32
 
-from qerl_jax.parallel import Replicas
+from qerl_jax.parallel import Replicas, Vector
 from qerl_jax.programs import program
 from qerl_jax.rl.metrics import Sums, add_sums
 from qerl_jax.rl.optimizer import Flat, as_one, whole_of
@@ -26,9 +26,9 @@ from qerl_jax.types import TrainState
 def over_replicas(replicas: Replicas, parts: Sequence[Any], sums: Sums) -> tuple[Sequence[Any], Sums]:
     """Gradients and sums over the micro-batches of all replicas, the same bits on each, by one all-reduce.
 
-    Each part of several replicas' gradients is joined to one vector, while the host is ahead of the device, and comes
-    as one (`Flat`), from which the optimizer's programs read arrays: hundreds of small ones would each cost the host
-    and the all-reduce their time.
+    Several replicas' gradients are joined to one vector, while the host is ahead of the device, and come as parts of it
+    (`Flat`), from which the optimizer's programs read arrays: hundreds of small ones would each cost the host and the
+    all-reduce their time.
 
     Args:
       replicas: this one and the others.
@@ -38,10 +38,22 @@ def over_replicas(replicas: Replicas, parts: Sequence[Any], sums: Sums) -> tuple
     """
     if replicas.count == 1:
         return parts, sums
-    vectors = [*map(joined, parts), placed(sums, np.int32(replicas.index), replicas.count)]
-    *vectors, values = replicas.sum(vectors)
-    parts = [Flat.like(part, vector) for part, vector in zip(parts, vectors, strict=True)]
-    return parts, of_all(values, tuple(sorted(sums)), replicas.count)
+    whole = replicas.sum(in_one_vector(replicas, parts, sums))
+    return flat_parts(parts, whole), of_all(whole, tuple(sorted(sums)), replicas.count)
+
+
+def in_one_vector(replicas: Replicas, parts: Sequence[Any], sums: Sums) -> Vector:
+    """What the replicas add up, by programs of one layer and one that joins their results: the parts, and behind them
+    the sums.
+    """
+    return joined([*map(joined, parts), placed(sums, np.int32(replicas.index), replicas.count)])
+
+
+def flat_parts(parts: Sequence[Any], whole: Vector) -> list[Flat]:
+    """The parts in one vector, where `in_one_vector` puts them."""
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts]
+    starts = np.cumsum([0, *sizes[:-1]])
+    return [Flat.like(part, whole, start) for part, start in zip(parts, starts, strict=True)]
 
 
 joined = program(as_one)
@@ -57,11 +69,12 @@ def placed(sums: Sums, index: Int[Array, ""], count: int) -> Float32[Array, " X"
 
 
 @program(static_argnums=(1, 2))
-def of_all(placed: Float32[Array, " _"], names: tuple[str, ...], count: int) -> Sums:
-    """Sums and extremes over all replicas, in the names' order. Each has counted the tokens in the loss of the whole
-    batch.
+def of_all(whole: Float32[Array, " X"], names: tuple[str, ...], count: int) -> Sums:
+    """Sums and extremes over all replicas, from the end of what they added up. Each has counted the tokens in the loss
+    of the whole batch.
     """
-    each = [dict(zip(names, values, strict=True)) for values in placed.reshape(count, len(names))]
+    rows = whole[whole.size - count * len(names) :].reshape(count, len(names))
+    each = [dict(zip(names, values, strict=True)) for values in rows]
     return functools.reduce(add_sums, each) | {"tokens": each[0]["tokens"]}
 
 

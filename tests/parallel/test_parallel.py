@@ -50,13 +50,8 @@ def test_values_arrive_by_index_whatever_their_size():
 def test_sums_are_those_of_numpy():
     values = np.float32(np.random.default_rng(0).normal(size=(4, 7)))
 
-    def own(replicas):
-        return [jnp.asarray(part) for part in np.split(values[replicas.index], [4, 4])]
-
-    for found in on_replicas(4, lambda replicas: replicas.sum(own(replicas))):
-        for got, want in zip(found, np.split(values.sum(axis=0), [4, 4]), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-6)
-            assert got.shape == want.shape
+    for found in on_replicas(4, lambda replicas: replicas.sum(jnp.asarray(values[replicas.index]))):
+        np.testing.assert_allclose(found, values.sum(axis=0), rtol=1e-6)
 
 
 def test_one_process_alone_keeps_its_values():
@@ -71,7 +66,7 @@ def test_a_failure_ends_all_with_its_reason():
         replicas.agree()
         if replicas.index == 1:
             raise KeyError("a reason")
-        replicas.sum([jnp.ones(2)])
+        replicas.sum(jnp.ones(2))
 
     first, second, third = on_replicas(3, fails)
     assert isinstance(second, KeyError)
@@ -81,9 +76,9 @@ def test_a_failure_ends_all_with_its_reason():
 
 def test_the_shapes_of_a_sum_are_known_without_a_link():
     """To a process that records the programs of another one."""
-    shapes, found = [committed(jax.ShapeDtypeStruct((size,), "float32")) for size in (7, 3)], []
-    [summed] = record(lambda: found.append(link_of({}, 1, 2).all_reduce(shapes)))
-    assert summed.function.__name__ == "_reduced" and Replicas(1, 2).sum(shapes) == found[0] == shapes
+    shape, found = committed(jax.ShapeDtypeStruct((7,), "float32")), []
+    [summed] = record(lambda: found.append(link_of({}, 1, 2).all_reduce(shape)))
+    assert summed.function.__name__ == "_reduced" and Replicas(1, 2).sum(shape) == found[0] == shape
 
 
 def test_a_difference_is_an_error_that_names_the_values():
@@ -235,12 +230,12 @@ def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, 
     assert words == f"--kill-on-bad-exit=0 {sys.executable} -m qerl_jax.train --resume auto --model m\n"
     tenth = float(np.float32(0.1) + np.float32(0.1))
     for index, output in enumerate(outputs):
-        small, large, parts, is_on_each, first, restored, lowered, error, processes = map(
+        small, large, summed, is_on_each, first, restored, lowered, error, processes = map(
             json.loads, output.splitlines()
         )
         assert small == [[[""], []], [["é"], [0]]]
         assert large == [[0, 0], [1_500_000, 1_500_000 * 1_499_999]]
-        assert parts == [[tenth], [], [0.0, 1.0, 2.0, 3.0]]
+        assert summed == [tenth, 0.0, 1.0, 2.0, 3.0]
         assert is_on_each
         assert first == "from 0" and restored == [0.0, 1.0, 2.0]
         assert lowered == ["checksum"]  # once, for both

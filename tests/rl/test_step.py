@@ -21,10 +21,12 @@ from qerl_jax.checkpoint.adapter import map_layers
 from qerl_jax.compilation import committed
 from qerl_jax.config import Config
 from qerl_jax.lowered import LoweredPrograms
+from qerl_jax.parallel import Replicas
 from qerl_jax.programs import calling, record
 from qerl_jax.rl import optimizer
 from qerl_jax.rl.adamw import learning_rate, make_optimizer
 from qerl_jax.rl.metrics import empty_sums
+from qerl_jax.rl.reduction import flat_parts, in_one_vector
 from qerl_jax.rl.state import init_state, trained_trees
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
@@ -258,12 +260,12 @@ def test_the_optimizer_begins_as_optax_begins_over_the_whole_tree(micro, changes
 
 
 @pytest.mark.parametrize("own", [None, optax.sgd(0.1)], ids=["adamw", "own"])
-def test_a_gradient_in_vectors_makes_the_step_of_its_arrays(micro, own):
+def test_a_gradient_in_one_vector_makes_the_step_of_its_arrays(micro, own):
     state, rng = init_state(micro, make_config(), own), np.random.default_rng(0)
     layers = [micro.lora["layers"][i] for i in (0, 1)]
     gradients = [{"lora": jax.tree.map(lambda leaf: jnp.float32(rng.normal(size=leaf.shape)), one)} for one in layers]
     parts, sums = optimizer.parts_of(gradients), empty_sums(["loss", "tokens", "trained_tokens"])
-    vectors = [optimizer.Flat.like(part, optimizer.as_one(part)) for part in parts]
+    vectors = flat_parts(parts, in_one_vector(Replicas(1, 2), parts, sums))
     assert_trees_equal([vector.tree() for vector in vectors], parts)
     (found, metrics), (wanted, expected) = (optimizer.apply_gradients(state, each, sums) for each in (vectors, parts))
     for a, b in zip(*(jax.tree.leaves((after.lora, after.opt_state)) for after in (found, wanted)), strict=True):
