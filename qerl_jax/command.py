@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import io
 import os
 import signal
@@ -16,6 +18,19 @@ from qerl_jax.lowered import as_in_sources
 from qerl_jax.messages import one_line
 
 FAILED, STOPPED = 2, 130
+_code: list[int] = []  # of this process, once it is known
+
+
+@atexit.register
+def _end_without_jax() -> None:
+    """What Python does last at the end of a command, but for what was registered before this module was imported: JAX
+    gives a GPU's memory back piece by piece, which takes seconds, and the system does it at once.
+    """
+    if _code:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(_code[0])
 
 
 def run(body: Callable[[], int], interrupted: Callable[[], str] = lambda: "interrupted") -> int:
@@ -77,7 +92,8 @@ def _interrupt_again(unraisable: Any) -> None:
 def end(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with its exit code: at once unless it is 0, because other threads may be inside a
     compiler, which crashes an interpreter that shuts down, and a standard output that failed would fail once more. A
-    run of Weights & Biases that failed is first reported by its own hook.
+    run of Weights & Biases that failed is first reported by its own hook. Where it is 0, all hooks are called but
+    JAX's.
     """
     open_standard_streams()
     sys.unraisablehook = _interrupt_again
@@ -85,6 +101,7 @@ def end(main: Callable[[], int]) -> NoReturn:
         code = main()
     is_reported = code == FAILED and getattr(sys.modules.get("wandb"), "run", None) is not None
     if code == 0 or is_reported:
+        _code.append(code)
         sys.exit(code)
     sys.stderr.flush()
     os._exit(code)

@@ -108,8 +108,10 @@ def test_closed_standard_streams_get_into_no_file(tmp_path):
 
 ENDS = """
 import atexit, os, sys, types
+import jax
+atexit.register(lambda: print("as JAX's", end=" ", flush=True))
 from qerl_jax import command
-atexit.register(lambda: print("hook", end=" ", flush=True))
+atexit.register(lambda: print("hook", end=" "))
 for code, run in ((0, None), (2, "a run"), (2, None), (130, "a run"), (1, "a run")):
     if not (child := os.fork()):
         sys.modules["wandb"] = types.SimpleNamespace(run=run)
@@ -119,7 +121,7 @@ os._exit(0)
 """
 
 
-def test_only_wandbs_failed_run_and_success_end_with_the_hooks():
+def test_only_wandbs_failed_run_and_success_end_with_the_hooks_behind_jaxs():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ENDS], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("hook 0\nhook 2\n2\n130\n1\n", "")
 
