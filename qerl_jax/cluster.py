@@ -63,6 +63,7 @@ def join(
     jax.config.update("jax_enable_recoverability", True)  # else the death of one aborts all others at once
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away
     os.environ.setdefault("grpc_proxy", "")  # none: http_proxy is not meant for the other processes
+    jax.config.update("jax_check_proxy_envs", False)  # so it need not warn of one
     jax.distributed.initialize(
         coordinator,
         count,
