@@ -12,6 +12,7 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -93,6 +94,9 @@ class Cluster:
         self._hang_seconds, self._before_end = hang_seconds, lambda: None
         self._failure = "another process of the run is dead"
         self._is_over, self._is_told = threading.Event(), threading.Event()
+        if index == 0:
+            client.key_value_set_bytes(_key("machine"), socket.gethostname().encode())
+        self._is_beside_first = self._get(_key("machine")) == socket.gethostname().encode()
         signal.signal(LOST, self._raise)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -115,6 +119,23 @@ class Cluster:
     def before_end(self, action: Callable[[], None]) -> None:
         """As in `Link`."""
         self._before_end = action
+
+    def tell(self, word: str) -> None:
+        """As in `Link`."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set_bytes(_key("told", word), b"")
+
+    def hears(self, word: str, seconds: float) -> bool:
+        """As in `Link`."""
+        end = time.monotonic() + seconds
+        while self._is_beside_first and not self._is_over.is_set() and (left := end - time.monotonic()) > 0:
+            try:
+                self._client.blocking_key_value_get_bytes(_key("told", word), min(_POLL_MS, max(1, int(1000 * left))))
+                return True
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    return False
+        return False
 
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """As in `Link`."""

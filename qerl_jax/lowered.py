@@ -51,12 +51,14 @@ class LoweredPrograms:
 
     Attributes:
       on_missing: called before a program is lowered that the folder lacks.
+      last: name of the last program that was traced since `used` was entered, if it has one.
     """
 
     def __init__(self, directory: Path, environment: bytes, waits: bool = True) -> None:
         self.directory, self.environment, self._waits = directory, environment, waits
         self._patience = _PATIENCE
         self.on_missing: Callable[[], None] = lambda: None
+        self.last: str | None = None
 
     @classmethod
     def beside_compiled(cls, sources: Sequence[Path] | None = None) -> Self | None:
@@ -74,7 +76,7 @@ class LoweredPrograms:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Programs that are traced within this context are read from the folder, or written to it."""
-        token = _here.set(self)
+        self.last, token = None, _here.set(self)
         try:
             yield
         finally:
@@ -87,7 +89,8 @@ class LoweredPrograms:
         if described is None:
             return function(*args, **kwargs)
         name = hashlib.sha256(self.environment + described.encode()).hexdigest()
-        path = self.directory / f"{function.__name__}-{name}"
+        self.last = f"{function.__name__}-{name}"
+        path = self.directory / self.last
         try:
             if (stored := _read(path)) is None:
                 self.on_missing()

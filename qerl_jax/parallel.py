@@ -22,6 +22,7 @@ from jaxtyping import Array, Float32, UInt32
 T = TypeVar("T")
 Vector = Float32[Array, " _"] | jax.ShapeDtypeStruct
 _SMALL = 1 << 16  # bytes of a value that travels through the key-value store
+_PROMISE_SECONDS, _END_SECONDS = 10.0, 120.0
 _CHUNK = 1 << 20  # words of 4 bytes of a larger one that travel at once: one program whatever its size
 
 
@@ -44,6 +45,13 @@ class Link(Protocol):
 
     def leave(self) -> None:
         """Disconnect, after the last exchange or a failure."""
+
+    def tell(self, word: str) -> None:
+        """Leave a word that others can wait for; from any thread."""
+
+    def hears(self, word: str, seconds: float) -> bool:
+        """Wait for a word of replica 0, from any thread: whether it came within so many seconds. Not on other machines
+        than its own."""
 
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """The arrays of all replicas, of one size."""
@@ -105,6 +113,26 @@ class Replicas:
         values = self.gather(value)
         if any(other != values[0] for other in values):
             raise ValueError(f"the replicas differ in {name}: {values}")
+
+    def promise(self, name: str) -> None:
+        """Let the others of this machine know, where this is replica 0, that it will call `after_first` with a name."""
+        if self.link is not None and self.is_first:
+            self.link.tell(f"{name} promised")
+
+    def after_first(self, name: str, action: Callable[[], T]) -> T:
+        """`action()`, after that of replica 0 on its machine, whose result it then finds in a cache. From any thread.
+        What replica 0 does not promise within `_PROMISE_SECONDS`, or end within `_END_SECONDS`, is not waited for.
+        """
+        if self.link is None:
+            return action()
+        if not self.is_first:
+            promised = self.link.hears(f"{name} promised", _PROMISE_SECONDS)
+            _ = promised and self.link.hears(f"{name} done", _END_SECONDS)
+            return action()
+        try:
+            return action()
+        finally:
+            self.link.tell(f"{name} done")
 
     def sum(self, vector: Vector) -> Vector:
         """The sum over replicas of a vector, the same bits on each. A shape gives a shape.

@@ -27,6 +27,7 @@ from qerl_jax import lowered, partition
 from qerl_jax.compilation import is_committed
 from qerl_jax.lowered import LoweredPrograms
 from qerl_jax.messages import one_line
+from qerl_jax.parallel import ALONE, Replicas
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"  # JAX's event
 _LOAD_SECONDS = 0.5  # for a program from the persistent cache; of one that it compiles, XLA needs no kernel before
@@ -95,6 +96,7 @@ class Recorded(NamedTuple):
       args, kwargs: arguments of its first call, as shapes.
       traced: the program, not lowered.
       results: shapes of its results, committed to a device where an argument is.
+      name: the same in all processes that share lowered programs; None: it has none.
     """
 
     function: Any
@@ -102,6 +104,7 @@ class Recorded(NamedTuple):
     kwargs: dict[str, Any]
     traced: jax.stages.Traced
     results: Any
+    name: str | None
 
 
 def record(
@@ -129,7 +132,8 @@ def record(
         if key not in known:
             with calling(None), kept.used() if kept else contextlib.nullcontext():  # what it calls is a part of it
                 traced = jitted.trace(*args, **kwargs)
-            known[key] = Recorded(jitted, *shapes_of((args, kwargs)), traced, _results(traced, (args, kwargs)))
+            results, name = _results(traced, (args, kwargs)), kept.last if kept else None
+            known[key] = Recorded(jitted, *shapes_of((args, kwargs)), traced, results, name)
             each(key, known[key])
         return known[key].results
 
@@ -175,7 +179,8 @@ def _described(leaf: Any) -> Hashable:
 
 class Ahead:
     """Compiles programs before their calls: traces and lowers them in turn, in one thread, and compiles them side by
-    side (XLA releases the interpreter's lock), with their kernels beside them.
+    side (XLA releases the interpreter's lock), with their kernels beside them. Of several replicas on one machine the
+    first compiles what has a name, and the others find it in the persistent cache, which JAX lets the first one write.
 
     Within it as a context a call waits for its own program while that is being compiled, and until all that was
     submitted is recorded if it is not known. Once everything is compiled, calls are those of `jax.jit` again, and the
@@ -187,6 +192,7 @@ class Ahead:
       threads: programs and kernels compiled at a time; None: one for each core, at least 2.
       done: called with a line for people, or two, by the first call after everything is compiled.
       kept: lowered programs of earlier processes; those that are new are added.
+      replicas: this process among the others of its run.
 
     Attributes:
       cached: programs that the persistent cache had.
@@ -199,8 +205,10 @@ class Ahead:
         threads: int | None = None,
         done: Callable[[str], None] = lambda line: None,
         kept: LoweredPrograms | None = None,
+        replicas: Replicas = ALONE,
     ) -> None:
         self._kept = kept
+        self._replicas = replicas if jax.config.jax_compilation_cache_dir else ALONE
         self._began, self._done, self.waited, self.seconds, self.cached = time.perf_counter(), done, 0.0, 0.0, 0
         self._compilers = ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2))
         self._recorder, self._recordings = ThreadPoolExecutor(1), []
@@ -236,21 +244,28 @@ class Ahead:
             self._ready[key] = ready
             self._changed.notify_all()
         try:
+            if recorded.name:
+                self._replicas.promise(recorded.name)
             lowered = recorded.traced.lower()
             kernels = kernel_programs(lowered)
-            compiling, begun = self._compilers.submit(self._compile, lowered), time.monotonic()
+            compiling, begun = self._compilers.submit(self._compile, lowered, recorded.name), time.monotonic()
         except BaseException:
             ready.set_result(None)
             raise
         compiling.add_done_callback(lambda _: ready.set_result(None))
+        if recorded.name and not self._replicas.is_first:
+            return compiling  # they come with the program
         for name in kernels.keys() - self._kernels:
             self._compilers.submit(_compile_kernel, kernels[name], compiling, begun, self._cancelled)
         self._kernels |= kernels.keys()
         return compiling
 
-    def _compile(self, lowered: jax.stages.Lowered) -> None:
+    def _compile(self, lowered: jax.stages.Lowered, name: str | None) -> None:
         self._here.is_cached = False
-        lowered.compile()
+        if name:
+            self._replicas.after_first(name, lowered.compile)
+        else:
+            lowered.compile()
         with self._changed:
             self.cached += self._here.is_cached
 

@@ -21,13 +21,13 @@ _PATIENCE = 60.0  # seconds
 
 
 class Store:
-    """Messages by (number of the exchange, replica)."""
+    """Messages by (number of the exchange, or word; replica)."""
 
     def __init__(self):
-        self.messages: dict[tuple[int, int], bytes] = {}
+        self.messages: dict[tuple[int | str, int], bytes] = {}
         self.changed = threading.Condition()
 
-    def put(self, key: tuple[int, int], message: bytes) -> None:
+    def put(self, key: tuple[int | str, int], message: bytes) -> None:
         with self.changed:
             self.messages[key] = message
             self.changed.notify_all()
@@ -51,6 +51,13 @@ class ThreadLink:
 
     def announce(self, message: bytes) -> None:
         self.store.put((self.number, self.index), message)
+
+    def tell(self, word: str) -> None:
+        self.store.put((word, 0), b"")
+
+    def hears(self, word: str, seconds: float) -> bool:
+        with self.store.changed:
+            return self.store.changed.wait_for(lambda: (word, 0) in self.store.messages, seconds)
 
     def before_end(self, action: Callable[[], None]) -> None:
         self.last = action

@@ -44,6 +44,7 @@ def made(traced: list[str], name: str = "scaled"):
 def called(function, kept: LoweredPrograms | None, arguments: tuple = ARGUMENTS, **named):
     """The function's results in a process that records it first, as arrays, and whether the last number is weak."""
     [found] = record(lambda: function(*arguments, **named), kept=kept)
+    assert found.name is None if kept is None else (kept.directory / found.name).exists()
     state, key, number, nothing = function(*arguments, **named)
     assert nothing is None and jax.tree.structure(found.results) == jax.tree.structure((state, key, number, nothing))
     return np.asarray(state["x"]), np.asarray(jax.random.key_data(key)), float(number), number.weak_type

@@ -18,6 +18,7 @@ import pytest
 import small
 from command_lines import training
 from qerl_kernels.kernel_programs import KERNEL_PROGRAM_NAME, TARGET, kernel_programs
+from replicas import on_replicas
 from timing import compile_calls
 
 from qerl_jax import aqn, keys, programs
@@ -405,7 +406,7 @@ def by_attribute(monkeypatch):
 
 def compiled(threads: int, *functions: Noted) -> None:
     ahead = Ahead(threads)
-    wait([ahead._start(function.name, Recorded(None, (), {}, function, None)) for function in functions])
+    wait([ahead._start(function.name, Recorded(None, (), {}, function, None, None)) for function in functions])
     ahead.cancel()
 
 
@@ -436,6 +437,38 @@ def test_no_kernel_is_compiled_for_a_program_that_is_there(by_attribute, cache):
         jax.config.update("jax_compilation_cache_dir", was)
 
 
+@pytest.mark.parametrize("cache", [None, "somewhere"])
+def test_the_first_of_several_replicas_compiles_what_the_others_find_in_the_cache(by_attribute, cache):
+    """Also where another one comes first. Without a cache each compiles all; what has no name nobody waits for."""
+    logs, second = ([], []), threading.Event()
+
+    def compile_all(replicas: Replicas) -> None:
+        log = logs[replicas.index]
+        if replicas.is_first:
+            assert second.wait(60)
+        ahead = Ahead(2, replicas=replicas)
+        done = None if cache and not replicas.is_first else threading.Event()
+        own = Noted("named", log, Noted("last", log, until=done), until=done), Noted("other", log)
+        ahead._start("other", Recorded(None, (), {}, own[1], None, None)).result()
+        compiling = ahead._start("named", Recorded(None, (), {}, own[0], None, "named"))
+        if not replicas.is_first:
+            time.sleep(0.3)
+            seen.extend(log)
+            second.set()
+        compiling.result()
+        ahead._compilers.shutdown()
+
+    was, seen = jax.config.jax_compilation_cache_dir, []
+    jax.config.update("jax_compilation_cache_dir", cache)
+    try:
+        assert on_replicas(2, compile_all) == [None, None]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
+    first, other = map(sorted, logs)
+    assert first == ["last", "named", "other"] and other == (["named", "other"] if cache else first)
+    assert seen == ["other"] if cache else "named" in seen
+
+
 def test_nothing_begins_after_the_end(by_attribute):
     """Programs and kernels in the queue are not compiled, what is being compiled goes on, and nobody waits for it."""
     log, begun, over = [], threading.Event(), threading.Event()
@@ -446,13 +479,13 @@ def test_nothing_begins_after_the_end(by_attribute):
             super().compile()
 
     ahead, began = Ahead(1), time.monotonic()
-    ahead._start("slow", Recorded(None, (), {}, Slow("slow", log, Noted("kernel", log), until=over), None))
-    ahead._start("next", Recorded(None, (), {}, Noted("next", log), None))
+    ahead._start("slow", Recorded(None, (), {}, Slow("slow", log, Noted("kernel", log), until=over), None, None))
+    ahead._start("next", Recorded(None, (), {}, Noted("next", log), None, None))
     assert begun.wait(60)
     ahead.cancel()
     assert ahead._ready["next"].done() and not ahead._ready["slow"].done() and time.monotonic() - began < 50
     with pytest.raises(InterruptedError):
-        ahead._start("later", Recorded(None, (), {}, Noted("later", log), None))
+        ahead._start("later", Recorded(None, (), {}, Noted("later", log), None, None))
     over.set()
     wait(ahead._ready.values())
     assert log == ["slow"]

@@ -82,7 +82,8 @@ def check(function: Callable) -> Callable:
 def _is_recording() -> bool:
     """Whether a function runs on shapes in place of arrays (`qerl_jax.programs.record`), outside of any program."""
     programs = sys.modules.get("qerl_jax.programs")
-    return programs is not None and getattr(programs._caller.get(), "__name__", None) == "note"
+    caller = getattr(programs, "_caller", None)  # none yet while the module is imported
+    return caller is not None and getattr(caller.get(), "__name__", None) == "note"
 
 
 def _called_by_jax() -> bool:

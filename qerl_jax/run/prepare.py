@@ -156,7 +156,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         if kept := LoweredPrograms.beside_compiled():
             kept.on_missing = functools.partial(workers.begin, kept)
             workers.submit(rehearse_run, config, hooks, limit, dataclasses.replace(replicas, link=None))
-        programs = Ahead(done=functools.partial(say, console), kept=kept)
+        programs = Ahead(done=functools.partial(say, console), kept=kept, replicas=replicas)
         programs.submit(rehearse_run, config, hooks, limit, replicas)
         if config.adapter is not None:
             base = assets.model_path(config.model)

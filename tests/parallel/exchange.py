@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -32,6 +33,7 @@ def exchanges(replicas: Replicas) -> int:
     say(replicas.broadcast(f"from {index}"))
     say(restored(replicas))
     say(lowered(replicas))
+    say(in_turn(replicas))
     try:
         with replicas:
             if index == 1:
@@ -64,6 +66,21 @@ def lowered(replicas: Replicas) -> list[str]:
     record(checksum, jnp.arange(3.0), kept=kept)
     replicas.agree()
     return [file.name.split("-")[0] for file in kept.directory.iterdir()]
+
+
+def in_turn(replicas: Replicas) -> bool:
+    """Whether the second process, which comes first, waits for the end of what the first one does."""
+
+    def action() -> tuple[float, float]:
+        began = time.monotonic()
+        time.sleep(0.3)
+        return began, time.monotonic()
+
+    if replicas.is_first:
+        time.sleep(0.3)
+        replicas.promise("action")
+    (_, ended), (began, _) = replicas.gather(replicas.after_first("action", action))
+    return ended <= began
 
 
 def say(value: object) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from replicas import on_replicas, under_slurm
 
+from qerl_jax import parallel
 from qerl_jax.cluster import Cluster
 from qerl_jax.compilation import committed
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
@@ -49,9 +50,15 @@ def test_values_arrive_by_index_whatever_their_size():
 
 def test_sums_are_those_of_numpy():
     values = np.float32(np.random.default_rng(0).normal(size=(4, 7)))
-
     for found in on_replicas(4, lambda replicas: replicas.sum(jnp.asarray(values[replicas.index]))):
         np.testing.assert_allclose(found, values.sum(axis=0), rtol=1e-6)
+
+
+def test_what_the_first_never_promises_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(parallel, "_PROMISE_SECONDS", 0.2)
+    began = time.monotonic()
+    assert on_replicas(2, lambda replicas: replicas.index and replicas.after_first("never", lambda: 7)) == [0, 7]
+    assert 0.2 < time.monotonic() - began < parallel._END_SECONDS
 
 
 def test_one_process_alone_keeps_its_values():
@@ -124,6 +131,7 @@ def link_of(store: dict[str, bytes], index: int, count: int) -> Cluster:
     link = object.__new__(Cluster)
     link._client, link._index, link._count, link._number = KeyValues(store), index, count, 0
     link._is_over, link._is_told = threading.Event(), threading.Event()
+    link._is_beside_first = True
     link._watcher, link._failure = threading.Thread(target=str), "replica 1 is dead"
     link._watcher.start()
     return link
@@ -230,7 +238,7 @@ def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, 
     assert words == f"--kill-on-bad-exit=0 {sys.executable} -m qerl_jax.train --resume auto --model m\n"
     tenth = float(np.float32(0.1) + np.float32(0.1))
     for index, output in enumerate(outputs):
-        small, large, summed, is_on_each, first, restored, lowered, error, processes = map(
+        small, large, summed, is_on_each, first, restored, lowered, is_in_turn, error, processes = map(
             json.loads, output.splitlines()
         )
         assert small == [[[""], []], [["é"], [0]]]
@@ -239,5 +247,6 @@ def test_two_processes_of_a_slurm_job_exchange_values_sums_and_errors(tmp_path, 
         assert is_on_each
         assert first == "from 0" and restored == [0.0, 1.0, 2.0]
         assert lowered == ["checksum"]  # once, for both
+        assert is_in_turn
         assert error == ["replica 1 failed: KeyError: 'a reason'", "raised"][index]
         assert processes == [2, 3, 3]  # of a command that wants three: the cluster's; its own in a step of one process
