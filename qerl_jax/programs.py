@@ -262,10 +262,15 @@ class Ahead:
 
     def _compile(self, lowered: jax.stages.Lowered, name: str | None) -> None:
         self._here.is_cached = False
+
+        def compiled() -> None:
+            if not self._cancelled.is_set():  # while it waited for the first replica
+                lowered.compile()
+
         if name:
-            self._replicas.after_first(name, lowered.compile)
+            self._replicas.after_first(name, compiled)
         else:
-            lowered.compile()
+            compiled()
         with self._changed:
             self.cached += self._here.is_cached
 
