@@ -9,6 +9,7 @@ Axes: D replicas, X elements.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -230,37 +231,40 @@ def _message_key(index: int, number: int) -> str:
     return _key(index, number // _KEPT, number)
 
 
-def replica_mesh() -> jax.sharding.Mesh:
-    """A row for each process, by its index, of its devices. Raises ValueError where some have more than others."""
+@functools.cache  # each exchange would compare other ones, value by value
+def _shardings() -> tuple[NamedSharding, jax.sharding.Sharding]:
+    """Of one vector for each process, on a mesh that has a row of its devices for each, by its index; of what this
+    process has whole on each of its devices. Raises ValueError where some have more devices than others.
+    """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if len(devices) != jax.process_count() * jax.local_device_count():
         raise ValueError(
             f"{jax.process_count()} replicas have {len(devices)} devices together, this one {jax.local_device_count()}"
         )
-    return jax.sharding.Mesh(np.array(devices).reshape(jax.process_count(), -1), (_AXIS, partition.AXIS))
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(jax.process_count(), -1), (_AXIS, partition.AXIS))
+    if (count := jax.local_device_count()) == 1:
+        own = SingleDeviceSharding(jax.local_devices()[0])
+    else:
+        own = NamedSharding(partition.mesh_of(count), PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec(_AXIS)), own
 
 
 def _over_devices(collective: Callable, vector: Any) -> Any:
     """The replicated result of a program over the vectors of all replicas, end to end. Several devices of a replica
     hold the same vector, and do the same.
     """
-    mesh = replica_mesh()
-    if (count := jax.local_device_count()) == 1:
-        own = SingleDeviceSharding(jax.local_devices()[0])
-    else:
-        own = NamedSharding(partition.mesh_of(count), PartitionSpec())
-    sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
+    sharding, own = _shardings()
     shape = (jax.process_count() * vector.size,)
     if isinstance(vector, jax.ShapeDtypeStruct):
-        result = collective(mesh, jax.ShapeDtypeStruct(shape, vector.dtype, sharding=sharding))
+        result = collective(sharding.mesh, jax.ShapeDtypeStruct(shape, vector.dtype, sharding=sharding))
         return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=own)
 
     def parts(array: Array) -> list[Array]:
         return [shard.data for shard in array.addressable_shards]
 
     everywhere = jax.make_array_from_single_device_arrays(shape, sharding, parts(jax.device_put(vector, own)))
-    result = collective(mesh, everywhere)
-    if count == 1:
+    result = collective(sharding.mesh, everywhere)
+    if jax.local_device_count() == 1:
         return result.addressable_data(0)
     return jax.make_array_from_single_device_arrays(result.shape, own, parts(result))
 
