@@ -10,6 +10,7 @@ from qerl_kernels.nvfp4_matmul.gemm.operand import FORWARD
 from qerl_kernels.nvfp4_matmul.gemm.smem import declare_smem
 from qerl_kernels.nvfp4_matmul.gemm.terms import Terms
 from qerl_kernels.nvfp4_matmul.gemm.transposed import TRANSPOSED
+from test_lora_partials_gpu import PARTIALS_CONFIGS
 
 BARRIER_BYTES = 512
 CONFIGS = {(row.direction, row.config) for row in tuning.table() if isinstance(row.config, GemmConfig)}
@@ -40,3 +41,10 @@ def test_smem_bytes_of_the_table_and_of_every_part():
         for terms in TERMS.values() if direction == "forward" else [TERMS["plain"]]:
             counted = config.smem_bytes(terms.has_lora, terms.has_partials)
             assert counted == declared_bytes(config, terms, *directions[direction]) + BARRIER_BYTES, (direction, config)
+
+
+def test_the_configs_of_a_gpu_test_can_run():
+    """Which no machine without a GPU would say: two went stale."""
+    for fields in PARTIALS_CONFIGS:
+        config = GemmConfig(*fields)
+        assert config.fits(has_lora=True) and config.can_fuse_lora(704, [(8, 704)]), fields
