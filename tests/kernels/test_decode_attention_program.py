@@ -1,12 +1,15 @@
 """Parts of the attention kernel on a CPU: a KV tile as operands of the matmuls, their instructions run for all threads
 of a warpgroup on the numpy machine; which CTA has which tile; and the merge of partials."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy_machine import NumpyMachine
-from qerl_kernels.decode_attention import kv_tiles
+from numpy_machine import Memory, NumpyMachine
+from ptx_interpreter import statements
+from qerl_kernels.decode_attention import kv_tiles, warp_mma
 from qerl_kernels.decode_attention.combine import Partial, merge
 from qerl_kernels.decode_attention.config import KV_TILE, QUERIES, SPLITS, AttentionConfig, partial_slots
 from qerl_kernels.decode_attention.consumer import M_INIT
@@ -147,3 +150,43 @@ def test_merged_partials():
     for found in (merge(one, empty), merge(empty, one)):
         for ours, wanted in zip(found, one, strict=True):
             np.testing.assert_array_equal(ours, wanted)
+
+
+class Storing(NumpyMachine):
+    """With the guarded store of inline PTX: address of the output, offset, a query of its group, value."""
+
+    def asm(self, text, out, base, offset, own, value, *, effects):
+        compared, rounded, address, store = statements(text)
+        assert (out, effects, rounded[1], store[1]) == ("", True, "cvt.rn.bf16.f32", "st.global.b16")
+        compare = {"setp.lt.u32": np.less, "setp.le.u32": np.less_equal}[compared[1]]
+        exists = compare(np.asarray(own).astype(np.uint32), int(compared[2][2]))
+        self.store_global_bf16(base + offset * int(address[2][2]), value, exists if store[0] else True)
+
+
+@pytest.mark.parametrize(("skip", "group"), [(0, 8), (2, 3), (7, 1)])
+@shapes
+def test_a_group_of_queries_is_stored_to_rows_of_its_own(width, skip, group, monkeypatch):
+    """Thread by thread: in `MERGED` it has two queries of every 32nd number of the head dim."""
+    y = np.random.default_rng(width).normal(size=(width, QUERIES)).astype(np.float32)
+    memory = Memory(np.zeros((16, width), np.uint16))
+    machine = Storing(128, memory=memory)
+    same = lambda value: value  # noqa: E731
+    stand_ins = {
+        "PtxMachine": lambda: machine,
+        "Ptr": same,
+        "I32": same,
+        "F32": same,
+        "element": lambda pair, j: pair[j],
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(warp_mma, name, stand_in)
+    pointer = types.SimpleNamespace(memref_ptr=lambda out: np.int64(memory.begins[0]))
+    monkeypatch.setattr(warp_mma, "mgpu", types.SimpleNamespace(utils=pointer))
+    pairs = [[y[32 * i + 8 * WARP + G, 2 * C + j] for j in range(2)] for i in range(width // 32)]
+    held = types.SimpleNamespace(shape=y.shape, registers=types.SimpleNamespace(flat=pairs))
+    first, skipped = (types.SimpleNamespace(registers=np.array(value)) for value in (5, skip))
+    warp_mma._emit_store(None, held, None, first, skipped, group=group)
+    expected = np.zeros((16, width), BF16)
+    expected[5 + skip : 5 + skip + group] = y.T[skip : skip + group].astype(BF16)
+    np.testing.assert_array_equal(memory.array(0, BF16).reshape(16, width), expected)
+    assert memory.writes.sum() == 2 * group * width
