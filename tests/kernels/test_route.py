@@ -492,6 +492,20 @@ def test_the_gemm_refuses_what_it_would_misread(shape, dtype, adapters):
         kernel.gemm(x, weight, CONFIG, lora_x=lora_x, lora_b=lora_b)
 
 
+@pytest.mark.parametrize(
+    ("change", "gpu", "message"),
+    [
+        ({"lookahead": True, "stages": 1}, H200, "lookahead takes wgmma and two stages"),
+        ({"stages": 32}, H200, r"needs \d+ bytes of shared memory, a CTA has 232448"),
+        ({}, gpu_of("NVIDIA GeForce RTX 4090", 89, 128), "wgmma takes compute capability 9.0, this is .*4090, 8.9"),
+    ],
+)
+def test_the_gemm_refuses_what_its_gpu_cannot_run(change, gpu, message):
+    weight = packing.pack(cases.random_weight(jax.random.key(0), N, K))
+    with pytest.raises(ValueError, match=message):
+        kernel.gemm(jnp.zeros((64, K), jnp.bfloat16), weight, dataclasses.replace(CONFIG, **change), gpu=gpu)
+
+
 def test_a_route_is_that_of_its_gemm(calls):
     """The route that the prologue was given goes to the GEMM as it is; that of another GEMM is refused."""
     x, weight, loras = draw(8, (512,), (32,))
@@ -501,3 +515,5 @@ def test_a_route_is_that_of_its_gemm(calls):
     for other in (route(7, weight, loras), route(8, weight, []), route(8, weight, loras, True)):
         with pytest.raises(ValueError, match="the route is that of"):
             nvfp4_matmul(x, weight, None, loras, route=other)
+    with pytest.raises(ValueError, match="the route is that of"):
+        nvfp4_matmul(x, weight, None, loras, route=chosen, implementation="xla")
