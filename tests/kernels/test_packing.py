@@ -135,6 +135,17 @@ def test_mxfp4_blocks_of_zeros_do_not_count():
     np.testing.assert_array_equal(dequantize(back), dequantize(weight))
 
 
+def test_mxfp4_blocks_of_zeros_have_a_scale_of_zero():
+    """Whatever exponent is stored for them: that of kernels wraps, and may be infinite, whose product with 0 is NaN."""
+    codes, exponents = np.full((2, 64), 0x22, np.uint8), np.full((2, 4), 120, np.uint8)
+    codes[0, :16], exponents[0, 0] = 0x80, 121  # 121 - 120 + 30: the largest of five bits
+    packed = packing.pack(Mxfp4(jnp.asarray(codes), jnp.asarray(exponents)))
+    matrix, multiplier = packing.packed_parts(packed)
+    expected = np.full((2, 128), 2.0**-7)
+    expected[0, :32] = 0
+    np.testing.assert_array_equal(np.asarray(matrix, np.float32) * np.asarray(multiplier)[:, None], expected)
+
+
 def test_mxfp4_of_a_wider_span_is_refused():
     with pytest.raises(ValueError, match="they span 31"):
         packing.pack(mxfp4(31))
