@@ -12,6 +12,8 @@ from qerl_kernels.gpu import H200, gpu_of
 from qerl_kernels.kernel_times import Kernel, kernel_medians
 from qerl_kernels.nvfp4_matmul import packing, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
+from qerl_kernels.nvfp4_matmul.tuner.candidates import trials
 from qerl_kernels.nvfp4_matmul.tuner.search import halved, keep
 from qerl_kernels.nvfp4_matmul.tuner.trials import MANY, RANK, Gemm, Prologue, Timer, Trial, adapters, gemm_of
 from qerl_kernels.ops import fp32_matmul
@@ -110,6 +112,18 @@ def test_hopper_gpus_also_try_the_other_kernel(tmp_path):
         )
     kinds = {type(trial.config).__name__ for trial in groups[0]}
     assert kinds == {"GemmConfig", "SkinnyConfig"} and any(trial.config.cluster > 1 for trial in groups[0])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "prologue", "is_tried"),
+    [(H200, "norm", True), (ADA, "norm", False), (ADA, "silu", True), (ADA, "plain", True)],
+)
+def test_x_a_within_the_gemm_is_tried_unless_xla_would_compute_it_beside_a_norm(gpu, prologue, is_tried):
+    found = trials(Gemm("one", 1024, 1024, (1024,), prologue), 8, "forward", 10**6, gpu)
+    skinny = [trial.config for trial in found if isinstance(trial.config, SkinnyConfig)]
+    assert any(config.computes_lora_x for config in skinny) == is_tried
+    assert not all(config.computes_lora_x for config in skinny)
+    assert not any(isinstance(t.config, SkinnyConfig) for t in trials(found[0].gemm, 8, "dx", 10**6, H200))
 
 
 def test_a_config_with_wrong_results_is_not_timed():
