@@ -135,6 +135,9 @@ def test_every_norm_and_key_has_noise_of_its_own(policy):
         for b in noises[:i]:
             assert abs(np.corrcoef(a, b)[0, 1]) < 0.8 and np.abs(a - b).max() > 0.01
     assert_trees_equal(aqn.perturb(policy.norms, 0.1, jax.random.fold_in(KEY, 0)), first)
+    for i, weight in enumerate(jax.tree.leaves(policy.norms)):  # the draws that earlier versions made, too
+        drawn = jax.random.normal(jax.random.fold_in(jax.random.fold_in(KEY, 0), i), weight.shape)
+        np.testing.assert_allclose(noises[i], 0.1 * drawn, atol=1e-6)
 
 
 def test_weights_that_are_not_fp32_are_refused(policy):
