@@ -295,6 +295,12 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "ADAPTER: the tokenizer is not the base's: the id of '…' is …, in MODEL it is …; remove the one that the "
         "policy was not trained with",
     ),
+    "a token more": (
+        other_tokenizer(
+            lambda value: value["added_tokens"].append({**value["added_tokens"][-1], "id": 512, "content": "<x>"})
+        ),
+        "ADAPTER: the tokenizer is not the base's: the id of '<x>' is 512, in MODEL it is …",
+    ),
     "another chat template": (
         other_tokenizer(lambda value: value.update(text="Q: " + value["text"]), "chat_template.jinja"),
         "ADAPTER: the tokenizer is not the base's: chat_template is …, in MODEL it is …",
