@@ -99,6 +99,18 @@ def test_a_checkpoint_has_the_bytes_that_transformers_saves(plain):
     assert config == {**json.loads((model_path("tiny") / "config.json").read_text()), **config}
 
 
+def test_the_compute_dtype_is_that_of_the_projections(tmp_path):
+    source = small.bf16(tmp_path / "source", 1, hidden_size=64, intermediate_size=128, head_dim=32)
+
+    def widen(tensors: dict) -> None:
+        tensors.update({name: array.astype(np.float32) for name, array in tensors.items() if "_proj." not in name})
+
+    small.change_tensors(source, widen)
+    assert quantize.main([str(source), str(tmp_path / "nf4"), "--format", "nf4"]) == 0
+    section = json.loads((tmp_path / "nf4" / "config.json").read_text())["quantization_config"]
+    assert section["bnb_4bit_compute_dtype"] == "bfloat16"
+
+
 def test_a_stored_model_is_the_one_quantized_while_loading(plain):
     """Weights bit for bit, as a dense checkpoint too, in a dry run and in the memory that it foresees."""
     loaded = fp32_policy(model_path("tiny"), weight_format="nf4")
