@@ -1,6 +1,7 @@
 """The command lines with vLLM, against the stand-in."""
 
 import json
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -10,6 +11,8 @@ from command_lines import replaced
 
 from qerl_jax import aqn, generate, keys, load_policy
 from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.assets import model_path
+from qerl_jax.checkpoint.tokenizer import load_tokenizer
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.evaluate import main as evaluate
 from qerl_jax.evaluate import parse, run
@@ -72,6 +75,28 @@ def test_evaluate_refuses_in_one_line(flags, words, stand_in, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
     assert stand_in("start") == []
+
+
+def test_an_evaluation_has_room_for_the_longest_prompt_and_its_completion(stand_in, monkeypatch, tmp_path):
+    class Begun(Exception):
+        """With what vLLM was asked for."""
+
+    def begin(options, model):
+        raise Begun(options)
+
+    monkeypatch.setattr(sys.modules["qerl_jax.evaluate"], "VllmEngine", begin)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1 + 1", "answer": "2"}\n' + json.dumps({"question": "é" * 50, "answer": "1"}) + "\n")
+    flags = ["--backend", "vllm", "--system-prompt", ""]
+    arguments, config = parse(["tiny", *replaced(EVALUATE, "--dataset", str(path)), *flags])
+    with pytest.raises(Begun) as begun:
+        run(arguments, config, generate)
+    (options,) = begun.value.args
+    tokenizer = load_tokenizer(model_path("tiny"))
+    turn = {"role": "user", "content": "é" * 50}
+    prompt = tokenizer.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
+    assert options["max_model_len"] == len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) + 12
+    assert options["max_num_seqs"] == 8
 
 
 def test_the_devices_of_every_replica_count(stand_in):
