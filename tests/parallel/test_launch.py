@@ -38,8 +38,10 @@ def length(*, completions, **_):
 
 
 @pytest.mark.parametrize(("devices", "gpus", "count"), [("all", 8, 4), ("all", 3, 1), ("all", 0, 1), ("3", 0, 3)])
-def test_processes_with_two_devices_each(devices, gpus, count):
+def test_processes_with_two_devices_each(devices, gpus, count, monkeypatch):
     assert launch.count_of(devices, gpus, 2) == count
+    monkeypatch.setattr(driver, "gpus", lambda: [None] * gpus)
+    assert launch.count(launch.Devices(devices=devices, tensor_parallel_size=2)) == count
 
 
 @pytest.mark.parametrize(
