@@ -313,6 +313,25 @@ def test_an_error_is_left_to_the_call():
         record(lambda x: fails_first(float(x)), jax.ShapeDtypeStruct((), jnp.float32))
 
 
+def test_a_call_does_not_wait_for_a_program_that_could_not_be_lowered(monkeypatch):
+    @program
+    def add_one(x):
+        return x + 1
+
+    def refuse(lowered):
+        raise ValueError("not lowered")
+
+    monkeypatch.setattr(programs, "kernel_programs", refuse)
+    with Ahead(2) as ahead:
+        late = threading.Timer(
+            20, lambda: [ready.cancel() for ready in ahead._ready.values()]
+        )  # ends a call that waits
+        late.start()
+        ahead.submit(add_one, np.ones(3))
+        assert add_one(np.ones(3)).tolist() == [2, 2, 2]
+        late.cancel()
+
+
 @pytest.mark.parametrize("collects", [False, True])
 def test_no_garbage_is_collected_and_threads_switch_often_while_programs_are_lowered(collects):
     """Afterwards all is as it was before, also where a program cannot be lowered."""
