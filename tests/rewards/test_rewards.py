@@ -248,6 +248,10 @@ def test_reward_from_a_file(tmp_path):
     path.write_text("import nothing_of_this_name")
     with pytest.raises(RewardError, match="failed to load"):
         load_reward(f"{path}:shout")
+    for text, line in (("def inner():\n    1 / 0\n\ninner()\n", 2), ("import json\njson.loads('')", 2), ("\n\n(", 3)):
+        path.write_text(text)  # the innermost line of the file itself
+        with pytest.raises(RewardError, match=f", line {line}, failed to load"):
+            load_reward(f"{path}:shout")
 
 
 @pytest.mark.parametrize(
