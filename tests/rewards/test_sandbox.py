@@ -69,6 +69,23 @@ def test_what_a_program_can_do(tmp_path):
     assert outside.read_text() == "kept" and not Path("/planted").exists()
 
 
+def test_what_bubblewrap_is_asked_for():
+    """Also where it is not installed: nothing of the machine can be written, no capability or namespace is shared."""
+    flags = sandbox._files()
+    assert not {"--bind", "--bind-try", "--dev", "--proc"} & set(flags) and flags.count("--remount-ro") == 1
+    at = flags.index("--remount-ro")
+    assert flags[at:] == ["--remount-ro", "/", "--chdir", "/tmp"] and flags[at - 2 : at] == ["--tmpfs", "/tmp"]
+    bound = {flags[i + 1] for i, flag in enumerate(flags) if flag == "--dev-bind"}
+    assert bound == {"/dev/null", "/dev/zero", "/dev/urandom"}
+    for is_root in (False, True):
+        own = sandbox._namespaces(is_root)
+        assert {"--unshare-ipc", "--unshare-pid", "--unshare-net", "--die-with-parent"} <= set(own)
+        assert ("--unshare-user" in own) == (not is_root)
+        assert own[own.index("--cap-drop") + 1] == "ALL"
+        added = {own[i + 1] for i, flag in enumerate(own) if flag == "--cap-add"}
+        assert added == ({"CAP_SETUID", "CAP_SETGID"} if is_root else set())
+
+
 # System V: a queue, a semaphore and shared memory of this process, which others may use.
 IPC = {"msgget": (0o1666,), "semget": (1, 0o1666), "shmget": (4096, 0o1666)}
 
