@@ -2,6 +2,7 @@
 files, by the files themselves.
 """
 
+import dataclasses
 import json
 from concurrent.futures import Future
 
@@ -32,9 +33,11 @@ def of_package(split: str, count: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("is_bundled", [False, True])
 def test_training_and_evaluation_read_their_own_splits(tmp_path, is_bundled):
-    """Two sets, ids one after the other; the evaluation of as many problems as were asked for."""
+    """Two sets, ids one after the other, those of records that are left out among them; the evaluation of as many
+    problems as were asked for."""
     for split in ("train", "test"):
         lines = [json.dumps({"question": question, "answer": answer}) for question, answer in rows(split)]
+        lines.append(json.dumps({"question": "What is nothing?", "answer": None}))
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
     evaluated = "arithmetic" if is_bundled else str(tmp_path)
     config = Config(model="tiny", dataset=(str(tmp_path), "arithmetic"), eval_dataset=evaluated, eval_samples=3)
@@ -44,9 +47,20 @@ def test_training_and_evaluation_read_their_own_splits(tmp_path, is_bundled):
         [(one.problem.id, one.problem.prompt, one.problem.answer) for one in part] for part in stream.sets
     )
     assert files == [(i, question, answer) for i, (question, answer) in enumerate(rows("train"))]
-    assert bundled[:20] == [(5 + i, *row) for i, row in enumerate(of_package("train", 20))]
+    assert bundled[:20] == [(6 + i, *row) for i, row in enumerate(of_package("train", 20))]
     wanted = of_package("test", 3) if is_bundled else rows("test")[:3]
     assert read(evaluation) == [(i, *row) for i, row in enumerate(wanted)]
+
+
+def test_an_evaluation_needs_answers_and_training_does_not(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "Why?"}\n')
+    rest = {"answer_column": "", "reward_funcs": "strict_format", "max_prompt_length": 512}
+    config = Config("tiny", dataset=str(tmp_path / "rows.jsonl"), **rest)
+    tokenizer = load_tokenizer(model_path("tiny"))
+    assert len(load_problems(config, tokenizer, Console(quiet=True))[0].sets[0]) == 1
+    with pytest.raises(DataError, match=r"rows\.jsonl' has no answers to evaluate by"):
+        asked = dataclasses.replace(config, eval_dataset=str(tmp_path / "rows.jsonl"))
+        load_problems(asked, tokenizer, Console(quiet=True))
 
 
 def test_the_prompt_format_of_a_config_reaches_training_and_evaluation():
