@@ -133,6 +133,7 @@ def unloadable(tmp_path_factory) -> Path:
         (["--resume", "/nonexist"], "resume '/nonexist' is not one of ['never', 'auto']"),
         (["--dataset", "math500"], "'math500' has no split 'train' on the hub, only ['test']"),
         (["--dataset", "empty"], "has no file of the split 'train'"),
+        (["--eval-dataset", "bigmath"], "'bigmath' has no split 'test' on the hub, only ['train']"),
     ],
 )
 def test_a_run_and_a_dry_run_refuse_before_they_load_anything(flags, words, tmp_path, unloadable, capsys):
