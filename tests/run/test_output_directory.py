@@ -14,6 +14,7 @@ import runs
 from qerl_jax.config import Config, ConfigError, load
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.lock import locked, refuse_locked
+from qerl_jax.run.prepare import check_output
 
 HOLD = """
 import sys
@@ -37,6 +38,8 @@ def test_a_second_run_is_refused_with_host_and_process(tmp_path):
         said = f"output_dir {tmp_path}/run is in use by another run, process {process.pid} on host "
         with pytest.raises(ConfigError, match=re.escape(said + socket.gethostname())):
             refuse_locked(tmp_path / "run")
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            check_output(config_of(tmp_path / "run"))
         with pytest.raises(ConfigError, match=re.escape(said)), locked(tmp_path / "run"):
             pass
     finally:
