@@ -287,6 +287,9 @@ def test_slots_that_fit_a_memory_limit(policy):
     roomy = choose_shapes(policy, 4, 2, 5, 8, Engine(memory_gb=256 * 8 * (8 + 32) / 1e9))
     assert (roomy.slots, roomy.prompt_slots, roomy.cache_bytes) == (8, 32, 256 * 8 * (8 + 32))
     assert choose_shapes(policy, 4, 2, 5, 8, Engine(slots=3)).slots == 3
+    assert (
+        choose_shapes(policy, 8, 8, 5, 8, Engine(slots=12, batch_invariant=True)).prompt_slots == 4
+    )  # twice two groups
     with pytest.raises(
         ValueError, match=r"rollout_memory_gb 3.84e-06 cannot hold 1 completions of 8 tokens .* need 4.1e-06 GB"
     ):
