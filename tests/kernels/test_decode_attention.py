@@ -102,6 +102,9 @@ def test_what_does_not_belong_together_is_refused():
         decode_attention(**{**args, "q": args["q"][:, :5]})
     with pytest.raises(ValueError, match="'mosaic_gpu' needs"):
         decode_attention(**args, implementation="mosaic_gpu")
+    suited = inputs(2, 1, 8, 8, 4, 2, 64, jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"'mosaic_gpu' needs an NVIDIA GPU|'mosaic_gpu' needs jax 0\.11"):
+        decode_attention(**suited, implementation="mosaic_gpu")
 
 
 def test_ctas_share_a_pair_while_that_keeps_idle_sms_busy():
