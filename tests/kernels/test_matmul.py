@@ -166,6 +166,20 @@ def test_each_gradient(implementation, dtype, rows, parts):
         np.testing.assert_array_less(np.abs(np.asarray(gradient, np.float64) - value), bound, err_msg=name)
 
 
+def test_the_gradient_in_x_of_adapters_whose_a_lie_side_by_side():
+    """As a rollout has them (`models.lora.fuse_lora_a`): each reads its own columns."""
+    weight, loras = random_weight(128, 80, 2, True), draw_adapters(80, ((8, 0, 64, 0.5), (16, 64, 64, 0.5)))
+    whole = jnp.concatenate([lora.a for lora in loras], axis=1)
+    fused = [
+        types.SimpleNamespace(**vars(lora) | {"a": whole, "column": at}) for lora, at in zip(loras, (0, 8), strict=True)
+    ]
+    rng = np.random.default_rng(1)
+    x, dy = (jnp.asarray(rng.normal(size=(5, width)), jnp.float32) for width in (80, 128))
+    _, pullback = jax.vjp(lambda x: matmul(x, packing.pack(weight), None, fused, implementation="xla"), x)
+    (dx,), (wanted, size) = pullback(dy), exact_gradients(dy, x, weight, loras)[0]
+    np.testing.assert_array_less(np.abs(dx - wanted), 1e-4 * size)
+
+
 def test_an_implementation_that_cannot_run_here_is_refused():
     packed, x = packing.pack(random_weight(64, 64, 0)), jnp.zeros((2, 64), jnp.float32)
     with pytest.raises(ValueError, match="'mosaic_gpu' needs"):

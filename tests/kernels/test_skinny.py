@@ -60,7 +60,7 @@ def test_against_fp64(config, m, n, k, ranks, parts):
     rng = np.random.default_rng(m)
     bf16 = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
     x, bias, scale = bf16(m, k), bf16(n) * 4, 0.75
-    bias = bias if m % 2 else bias.astype(jnp.float32)
+    bias = bias.astype({1: jnp.bfloat16, 5: jnp.float16}.get(m % 8, jnp.float32))
     matrix, row = (np.asarray(part, np.float64) for part in packing.packed_parts(packed))
     expected = np.asarray(x, np.float64) @ (matrix * row[:, None]).T
     norm = np.linalg.norm(expected) / expected.size**0.5
