@@ -333,6 +333,20 @@ def test_another_thread_handles_no_signals():
         assert pool.submit(requested).result() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_without_a_handler_interrupts_an_evaluation(number):
+    before = signal.getsignal(number)
+    try:
+        for handler in (signal.SIG_DFL, signal.SIG_IGN, lambda *_: None):
+            signal.signal(number, handler)
+            with interrupting():
+                expected = signal.default_int_handler if handler is signal.SIG_DFL else handler
+                assert signal.getsignal(number) is expected
+            assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_signal_is_a_request_the_second_acts_and_an_ignored_one_is_none(number, capfd):
     usual = []  # calls of the handler that was there before
