@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import importlib.metadata
 import os
@@ -151,6 +152,17 @@ def test_sources_and_only_those_of_a_command_decide(tmp_path):
             assert LoweredPrograms.beside_compiled([file]) is None
     finally:
         jax.config.update("jax_compilation_cache_dir", was)
+
+
+@pytest.mark.parametrize(("code", "found"), [(errno.EAGAIN, False), (errno.EACCES, False), (errno.ENOLCK, None)])
+def test_only_another_process_is_waited_for(code, found, monkeypatch):
+    """Not a file system without locks, where nobody ever ends."""
+
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(lowered.fcntl, "lockf", refuse)
+    assert lowered._is_locked(0, 7) is found
 
 
 ROLLOUT = """
