@@ -86,6 +86,12 @@ class Replicas:
         """Which of `number` things are this replica's: each count-th one from its index on."""
         return range(self.index, number, self.count)
 
+    def largest_share(self, number: int) -> int:
+        """How many of `number` things the first replica has, and no other more: of these are the programs of all, so
+        that they are the same ones.
+        """
+        return len(range(0, number, self.count))
+
     def gather(self, value: T) -> list[T]:
         """The values of all replicas, by index: anything that can be pickled, arrays as NumPy's.
 

@@ -167,7 +167,7 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
     noisy = run.hooks.noisy(state.norms, sigma, noise_key)
     actor = run.policy.replace(norms=noisy, lora=state.lora)
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
-    engine = within(run.plan, config.engine).replace(prompts=len(run.replicas.share(config.num_prompts)) or None)
+    engine = within(run.plan, config.engine).replace(prompts=run.replicas.largest_share(config.num_prompts))
     for resampling_round in range(1 + config.resampling_rounds):
         problems = run.problems(state, drawn, count)
         prompts = to_prompts(problems, config.max_prompt_length)

@@ -199,7 +199,9 @@ def test_another_learning_rate_length_temperature_or_clip_norm_finds_its_program
         found(*numbers, "--temperature", "0.6", "--seed", "5", "--sigma-start", "0.1", "--sigma-end", "0.01") == first
     )
     assert found("--top-k", "5") != first
-    more = {function.__name__ for function, *_ in found(replicas=Replicas(1, 2)) - first}
+    several = [found("--batch-size", "6", replicas=Replicas(index, 2)) for index in (0, 1)]  # of 2 and 1 prompts
+    assert several[0] == several[1]
+    more = {function.__name__ for function, *_ in several[1] - first}
     assert {"as_one", "placed", "of_all", "apply_flat", "checksum"} <= more
 
 

@@ -246,7 +246,7 @@ def test_the_end_of_a_run(step, tmp_path):
 
     def generate(policy, prompts, sampling, key, engine):
         ids = prompts.ids.tolist()
-        calls.append((policy, ids, sampling, key, engine.slots, exported.exists()))
+        calls.append((policy, ids, sampling, key, (engine.slots, engine.prompts), exported.exists()))
         rows, answers = jnp.repeat(jnp.arange(len(ids)), 4), {40: [140] * 4, 41: [140, None, None, None]}
         texts = [f"<answer>{answer}</answer>" for i in ids for answer in answers[i]]  # right are 140 and 141
         new = [policy.tokenizer.encode(text, add_special_tokens=False) for text in texts]
@@ -279,7 +279,7 @@ def test_the_end_of_a_run(step, tmp_path):
     assert evaluated.norms is last.norms and evaluated.lora is last.lora and evaluated.frozen is policy.frozen
     assert ids == [item.problem.id for item in run.eval_problems] and sampling == config.eval_sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.3, 0.5, 0, 0)
-    assert (sampling.num_generations, sampling.max_new_tokens, slots, is_exported) == (4, 12, 7, True)
+    assert (sampling.num_generations, sampling.max_new_tokens, slots, is_exported) == (4, 12, (7, 2), True)
     assert_key(key, 3, 0)
     result = recorder.evaluations.get("after")
     assert result.accuracy == 1 / 2 and curves == [(10, result.metrics())]
@@ -295,10 +295,11 @@ def test_the_end_of_a_run(step, tmp_path):
 
     workers = LoweringWorkers()
     workers.submit = submit
-    one = dataclasses.replace(run, vllm=None, workers=workers, replicas=Replicas(1, 2))
-    with pytest.raises(LookupError) as asked:  # the programs of its own problems
+    more = [*run.eval_problems, step.run.stream.sets[0][2]]
+    one = dataclasses.replace(run, vllm=None, workers=workers, replicas=Replicas(1, 2), eval_problems=more)
+    with pytest.raises(LookupError) as asked:  # the programs of the first one's two problems, though it has one
         lifecycle._evaluate(one, recorder, policy, "before", 0)
-    assert asked.value.args == (1, max(len(item.tokens) for item in run.eval_problems))
+    assert asked.value.args == (2, max(len(item.tokens) for item in more))
 
     def shared(replicas):
         return lifecycle.evaluate_policy(dataclasses.replace(run, replicas=replicas), policy)

@@ -191,11 +191,11 @@ def _lacks(run: Run, recorder: Recorder, name: str) -> bool:
 
 def _evaluate(run: Run, recorder: Recorder, policy: Policy, name: str, step: int) -> None:
     """Evaluate the policy of a step, without noise, and keep the result as `name`."""
-    own = len(run.replicas.share(len(run.eval_problems)))
-    if name == "before" and run.programs and run.vllm is None and own:
-        longest = max(len(problem.tokens) for problem in run.eval_problems)
-        run.workers.submit(rehearse_evaluation_of_run, run.config, run.plan, own, longest)
-        run.programs.submit(rehearse_evaluation, run.config, policy, run.plan, own, longest)
+    problems = len(run.eval_problems)
+    if name == "before" and run.programs and run.vllm is None and run.replicas.share(problems):
+        sizes = run.replicas.largest_share(problems), max(len(problem.tokens) for problem in run.eval_problems)
+        run.workers.submit(rehearse_evaluation_of_run, run.config, run.plan, *sizes)
+        run.programs.submit(rehearse_evaluation, run.config, policy, run.plan, *sizes)
     with recorder.phases("evaluation"), interrupting():
         result = evaluate_policy(run, policy)
         if recorder.evaluations is not None:
@@ -207,6 +207,7 @@ def _evaluate(run: Run, recorder: Recorder, policy: Policy, name: str, step: int
 def evaluate_policy(run: Run, policy: Policy) -> Evaluation:
     """Accuracy of a policy on the evaluation problems, with the same sampling keys at every call."""
     config, reward = run.config, correctness_reward(run.config.eval_dataset)
+    engine = within(run.plan, config.eval_engine).replace(prompts=run.replicas.largest_share(len(run.eval_problems)))
     with load_rewards(
         (reward,), config.reward_workers, config.reward_timeout, allow_code_execution=config.allow_code_execution
     ) as rewards:
@@ -215,7 +216,7 @@ def evaluate_policy(run: Run, policy: Policy) -> Evaluation:
             run.eval_problems,
             config.eval_sampling,
             config.seed,
-            engine=within(run.plan, config.eval_engine),
+            engine=engine,
             reward=grader_of(reward, rewards[reward]),
             sample=run.vllm and run.vllm.generate,
             replicas=run.replicas,

@@ -311,7 +311,6 @@ def estimate_memory(
       replicas: devices that share the prompts and micro-batches.
       gpu: the device; None: the default one.
     """
-    first = Replicas(0, replicas)
     model: ModelConfig = policy.config
     lengths = config.max_prompt_length, config.max_completion_length
     on_device = functools.partial(bytes_on_device, count=model.tensor_parallel)
@@ -321,7 +320,7 @@ def estimate_memory(
     def sampling(problems: int, group: int, engine: Engine) -> RolloutMemory:
         if config.rollout_backend != "jax":  # the KV cache is vLLM's
             return RolloutMemory()
-        prompts = len(first.share(problems))
+        prompts = Replicas(count=replicas).largest_share(problems)
         shapes = choose_shapes(policy, prompts, group, *lengths, within(update, engine), gpu)
         prefill = prefill_bytes(policy, prompts, lengths[0], config.batch_invariant, gpu)
         return RolloutMemory(shapes.slots, shapes.cache_bytes, prefill, decode_bytes(model, shapes.slots))

@@ -209,8 +209,8 @@ def smallest(limits: Sequence[int | None]) -> int | None:
 
 
 def refuse_rollout(policy: Policy, config: Config, replicas: Replicas, free_bytes: int | None) -> None:
-    """Raise ValueError where this replica's part of a rollout does not fit so much free memory (None: no limit)."""
-    sizes = len(replicas.share(config.num_prompts)) or 1, config.num_generations
+    """Raise ValueError where a replica's part of a rollout does not fit so much free memory (None: no limit)."""
+    sizes = replicas.largest_share(config.num_prompts), config.num_generations
     engine = config.engine.replace(free_bytes=free_bytes)
     choose_shapes(policy, *sizes, config.max_prompt_length, config.max_completion_length, engine)
 

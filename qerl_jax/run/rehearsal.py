@@ -49,9 +49,9 @@ def rehearse_step(
     noisy = state.norms if hooks.perturb else hooks.noisy(state.norms, 0.0, keys.for_step(0, keys.Purpose.AQN, 0))
     aqn.count_perturbed(state.norms, noisy)
     actor = policy.replace(norms=noisy, lora=state.lora)
-    prompts = len(replicas.share(config.num_prompts))
-    if config.rollout_backend == "jax" and prompts:
-        sizes, key = (prompts, config.max_prompt_length), keys.for_step(0, keys.Purpose.SAMPLE, 0)
+    if config.rollout_backend == "jax" and replicas.share(config.num_prompts):
+        sizes = replicas.largest_share(config.num_prompts), config.max_prompt_length
+        key = keys.for_step(0, keys.Purpose.SAMPLE, 0)
         engine.rehearse(actor, *sizes, config.sampling, key, within(plan, config.engine))
     rollout = rollout_shape(config.batch_size, config.max_prompt_length + config.max_completion_length)
     rewards = jnp.asarray(np.zeros(config.batch_size, np.float32))
