@@ -97,7 +97,7 @@ class Cluster:
         self._is_over, self._is_told = threading.Event(), threading.Event()
         if index == 0:
             client.key_value_set_bytes(_key("machine"), socket.gethostname().encode())
-        self._is_beside_first = self._get(_key("machine")) == socket.gethostname().encode()
+        self.is_beside_first = self._get(_key("machine")) == socket.gethostname().encode()
         signal.signal(LOST, self._raise)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -129,7 +129,7 @@ class Cluster:
     def hears(self, word: str, seconds: float) -> bool:
         """As in `Link`."""
         end = time.monotonic() + seconds
-        while self._is_beside_first and not self._is_over.is_set() and (left := end - time.monotonic()) > 0:
+        while not self._is_over.is_set() and (left := end - time.monotonic()) > 0:
             try:
                 self._client.blocking_key_value_get_bytes(_key("told", word), min(_POLL_MS, max(1, int(1000 * left))))
                 return True

@@ -32,7 +32,13 @@ class ReplicaError(ValueError):
 
 @runtime_checkable
 class Link(Protocol):
-    """How the values of D replicas reach each other."""
+    """How the values of D replicas reach each other.
+
+    Attributes:
+      is_beside_first: whether this process is on the machine of replica 0.
+    """
+
+    is_beside_first: bool
 
     def exchange(self, message: bytes) -> list[bytes]:
         """The messages of all replicas, by index."""
@@ -50,8 +56,7 @@ class Link(Protocol):
         """Leave a word that others can wait for; from any thread."""
 
     def hears(self, word: str, seconds: float) -> bool:
-        """Wait for a word of replica 0, from any thread: whether it came within so many seconds. Not on other machines
-        than its own."""
+        """Wait for a word of replica 0, from any thread: whether it came within so many seconds."""
 
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
         """The arrays of all replicas, of one size."""
@@ -121,12 +126,12 @@ class Replicas:
             raise ValueError(f"the replicas differ in {name}: {values}")
 
     def promise(self, name: str) -> None:
-        """Let the others of this machine know, where this is replica 0, that it will call `after_first` with a name."""
+        """Let the others know, where this is replica 0, that it will call `after_first` with a name."""
         if self.link is not None and self.is_first:
             self.link.tell(f"{name} promised")
 
     def after_first(self, name: str, action: Callable[[], T]) -> T:
-        """`action()`, after that of replica 0 on its machine, whose result it then finds in a cache. From any thread.
+        """`action()`, after that of replica 0, whose result it then finds in a cache. From any thread.
         What replica 0 does not promise within `_PROMISE_SECONDS`, or end within `_END_SECONDS`, is not waited for.
         """
         if self.link is None:

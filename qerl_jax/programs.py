@@ -179,8 +179,9 @@ def _described(leaf: Any) -> Hashable:
 
 class Ahead:
     """Compiles programs before their calls: traces and lowers them in turn, in one thread, and compiles them side by
-    side (XLA releases the interpreter's lock), with their kernels beside them. Of several replicas on one machine the
-    first compiles what has a name, and the others find it in the persistent cache, which JAX lets the first one write.
+    side (XLA releases the interpreter's lock), with their kernels beside them. Of several replicas with GPUs of one
+    machine the first compiles what has a name, and the others find it in the persistent cache, which JAX lets the first
+    one write. (Its keys have the device of a program for the CPU.)
 
     Within it as a context a call waits for its own program while that is being compiled, and until all that was
     submitted is recorded if it is not known. Once everything is compiled, calls are those of `jax.jit` again, and the
@@ -208,7 +209,8 @@ class Ahead:
         replicas: Replicas = ALONE,
     ) -> None:
         self._kept = kept
-        self._replicas = replicas if jax.config.jax_compilation_cache_dir else ALONE
+        is_found = jax.config.jax_compilation_cache_dir and jax.default_backend() == "gpu"
+        self._replicas = replicas if is_found and replicas.link and replicas.link.is_beside_first else ALONE
         self._began, self._done, self.waited, self.seconds, self.cached = time.perf_counter(), done, 0.0, 0.0, 0
         self._compilers = ThreadPoolExecutor(threads or max(2, os.cpu_count() or 2))
         self._recorder, self._recordings = ThreadPoolExecutor(1), []

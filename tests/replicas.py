@@ -41,6 +41,8 @@ class Store:
 class ThreadLink:
     """A `parallel.Link` through a store."""
 
+    is_beside_first = True
+
     def __init__(self, store: Store, index: int, count: int):
         self.store, self.index, self.count, self.number = store, index, count, 0
 

@@ -18,7 +18,7 @@ import pytest
 import small
 from command_lines import training
 from qerl_kernels.kernel_programs import KERNEL_PROGRAM_NAME, TARGET, kernel_programs
-from replicas import on_replicas
+from replicas import ThreadLink, on_replicas
 from timing import compile_calls
 
 from qerl_jax import aqn, keys, programs
@@ -458,22 +458,31 @@ def test_no_kernel_is_compiled_for_a_program_that_is_there(by_attribute, cache):
         jax.config.update("jax_compilation_cache_dir", was)
 
 
-@pytest.mark.parametrize("cache", [None, "somewhere"])
-def test_the_first_of_several_replicas_compiles_what_the_others_find_in_the_cache(by_attribute, cache):
-    """Also where another one comes first. Without a cache each compiles all; what has no name nobody waits for."""
-    logs, second = ([], []), threading.Event()
+@pytest.mark.parametrize(
+    ("cache", "backend", "is_beside_first"),
+    [("somewhere", "gpu", True), (None, "gpu", True), ("somewhere", "cpu", True), ("somewhere", "gpu", False)],
+)
+def test_the_first_of_several_replicas_compiles_what_the_others_find_in_the_cache(
+    by_attribute, monkeypatch, cache, backend, is_beside_first
+):
+    """Also where another one comes first. Each compiles all, with the kernels, where it would find nothing: without a
+    cache, on a CPU, on another machine. What has no name nobody waits for.
+    """
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(ThreadLink, "is_beside_first", is_beside_first)
+    logs, second, is_found = ([], []), threading.Event(), cache and backend == "gpu" and is_beside_first
 
     def compile_all(replicas: Replicas) -> None:
         log = logs[replicas.index]
         if replicas.is_first:
             assert second.wait(60)
         ahead = Ahead(2, replicas=replicas)
-        done = None if cache and not replicas.is_first else threading.Event()
+        done = None if is_found and not replicas.is_first else threading.Event()
         own = Noted("named", log, Noted("last", log, until=done), until=done), Noted("other", log)
         ahead._start("other", Recorded(None, (), {}, own[1], None, None)).result()
         compiling = ahead._start("named", Recorded(None, (), {}, own[0], None, "named"))
         if not replicas.is_first:
-            time.sleep(0.3)
+            wait([compiling], 0.3 if is_found else 60)
             seen.extend(log)
             second.set()
         compiling.result()
@@ -486,8 +495,8 @@ def test_the_first_of_several_replicas_compiles_what_the_others_find_in_the_cach
     finally:
         jax.config.update("jax_compilation_cache_dir", was)
     first, other = map(sorted, logs)
-    assert first == ["last", "named", "other"] and other == (["named", "other"] if cache else first)
-    assert seen == ["other"] if cache else "named" in seen
+    assert first == ["last", "named", "other"] and other == (["named", "other"] if is_found else first)
+    assert seen == ["other"] if is_found else "named" in seen
 
 
 def test_nothing_begins_after_the_end(by_attribute):

@@ -131,7 +131,7 @@ def link_of(store: dict[str, bytes], index: int, count: int) -> Cluster:
     link = object.__new__(Cluster)
     link._client, link._index, link._count, link._number = KeyValues(store), index, count, 0
     link._is_over, link._is_told = threading.Event(), threading.Event()
-    link._is_beside_first = True
+    link.is_beside_first = True
     link._watcher, link._failure = threading.Thread(target=str), "replica 1 is dead"
     link._watcher.start()
     return link
