@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import io
+import logging
 import os
 import signal
 import sys
@@ -24,12 +26,15 @@ _code: list[int] = []  # of this process, once it is known
 @atexit.register
 def _end_without_jax() -> None:
     """What Python does last at the end of a command, but for what was registered before this module was imported: JAX
-    gives a GPU's memory back piece by piece, which takes seconds, and the system does it at once.
+    gives a GPU's memory back piece by piece, which takes seconds, and the system does it at once. Loggers and files,
+    which a user's function may hold open, are flushed, as Python does.
     """
     if _code:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+        logging.shutdown()
+        for each in gc.get_objects():
+            if issubclass(type(each), io.IOBase):  # not `isinstance`, which asks proxies for what they stand for
+                with contextlib.suppress(Exception):
+                    each.flush()
         os._exit(_code[0])
 
 

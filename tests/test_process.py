@@ -107,11 +107,13 @@ def test_closed_standard_streams_get_into_no_file(tmp_path):
 
 
 ENDS = """
-import atexit, os, sys, types
+import atexit, logging.handlers, os, sys, types
 import jax
 atexit.register(lambda: print("as JAX's", end=" ", flush=True))
 from qerl_jax import command
 atexit.register(lambda: print("hook", end=" "))
+file, log = open("file", "w"), logging.handlers.MemoryHandler(9, target=logging.FileHandler("log"))
+atexit.register(lambda: file.write("held back") and log.handle(logging.makeLogRecord({"msg": "too", "levelno": 20})))
 for code, run in ((0, None), (2, "a run"), (2, None), (130, "a run"), (1, "a run")):
     if not (child := os.fork()):
         sys.modules["wandb"] = types.SimpleNamespace(run=run)
@@ -121,9 +123,11 @@ os._exit(0)
 """
 
 
-def test_only_wandbs_failed_run_and_success_end_with_the_hooks_behind_jaxs():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ENDS], capture_output=True, text=True)
+def test_only_wandbs_failed_run_and_success_end_with_the_hooks_behind_jaxs(tmp_path):
+    """And with what files and loggers have held back."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ENDS], capture_output=True, text=True, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("hook 0\nhook 2\n2\n130\n1\n", "")
+    assert (tmp_path / "log").read_text() == "too\n" * 2 and "held back" in (tmp_path / "file").read_text()
 
 
 def test_a_terminal_that_knows_ascii_alone():
