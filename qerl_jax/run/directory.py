@@ -92,7 +92,7 @@ def _is_left(path: Path) -> bool:
 
 def _in_the_way(checkpoints: Path) -> Iterator[Path]:
     """What is no checkpoint and has the name of one, which would replace it."""
-    others = (path for path in checkpoints.glob("[1-9]*") if path.name.isdecimal() and path not in written(checkpoints))
+    others = {path for path in checkpoints.glob("[1-9]*") if path.name.isdecimal()} - written(checkpoints)
     return (path for path in others if not path.is_dir() or any(path.iterdir()))
 
 

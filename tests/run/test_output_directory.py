@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import runs
 
+from qerl_jax.checkpoint.orbax import written
 from qerl_jax.config import Config, ConfigError, load
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.lock import locked, refuse_locked
@@ -124,6 +125,17 @@ def test_overwrite_deletes_only_what_a_run_made(tmp_path):
     assert run_directory.clear(directory) == [*deleted.split(), "wandb.json", "config.yaml"]
     left = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert left == set(foreign)
+
+
+def test_checkpoints_are_not_looked_through_for_each_of_them(tmp_path, monkeypatch):
+    """Of 1,600 that took a minute and a half."""
+    calls, counts = [], []
+    monkeypatch.setattr(run_directory, "written", lambda path: calls.append(path) or written(path))
+    for names in (["3"], ["5", "7", "9"]):
+        write(tmp_path, [f"checkpoints/{name}/manifest.json" for name in names])
+        run_directory.check(tmp_path, runs.config(tmp_path, resume="auto"))
+        counts.append(len(calls))
+    assert counts[1] == 2 * counts[0] > 0
 
 
 @pytest.mark.parametrize("change", [{}, {"resume": "auto", "overwrite": False}])
