@@ -23,6 +23,7 @@ def raising(error: BaseException):
     [
         (ValueError("two\nlines"), "error: two lines"),
         (OSError("gone"), "error: gone"),
+        (ValueError(), "error: ValueError()"),
         (MemoryError(), "error: out of memory"),
         (
             jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 byte"),

@@ -73,7 +73,7 @@ def in_one(completions, **columns):
     return "1"
 
 def light(completions, **columns):
-    return [float("jax" in sys.modules)] * len(completions)
+    return [float("jax" in sys.modules or os.environ["JAX_PLATFORMS"] != "cpu")] * len(completions)
 """
 
 
@@ -245,8 +245,9 @@ def test_a_file_that_cannot_be_loaded_is_an_error_before_the_first_step(tmp_path
         load_rewards((f"{path}:f",), 2, 30.0)
 
 
-def test_workers_import_no_jax_and_hear_no_stop_signal(mine):
-    """SIGTERM and the like, as a batch system sends them to every process."""
+def test_workers_import_no_jax_and_hear_no_stop_signal(mine, monkeypatch):
+    """SIGTERM and the like, as a batch system sends them to every process. JAX in a reward takes the CPU."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     pool = WorkerPool([f"{mine}:light", f"{mine}:pid"], 1, 30.0)
     (pid,) = pids_of(pool, f"{mine}:pid")
     assert os.getpgid(pid) != os.getpgid(0)
