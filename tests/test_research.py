@@ -12,9 +12,10 @@ import runs
 import small
 
 from qerl_jax.compilation import CompilationCounter
-from qerl_jax.config import ConfigError
+from qerl_jax.config import Config, ConfigError
 from qerl_jax.data import problems
 from qerl_jax.reporting.metrics import read_metrics
+from qerl_jax.run.hooks import Hooks
 from qerl_jax.train import main, train
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "research.md"
@@ -114,3 +115,16 @@ def test_a_noise(run, tmp_path, capsys):
     assert len(reached) == 2
     for one, other in zip(jax.tree.leaves(reached[1]), jax.tree.leaves(names["state"].lora), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_noisy_norms_have_the_form_of_the_clean_ones():
+    clean = {"first": {"weight": jnp.ones(4)}, "second": {"weight": jnp.ones(4)}}
+    moved = Hooks(perturb=lambda norms, sigma, key: jax.tree.map(lambda w: w + sigma, norms))
+    assert moved.noisy(clean, 0.5, jax.random.key(0))["second"]["weight"].tolist() == [1.5] * 4
+    for other in (lambda w: w.astype(jnp.bfloat16), lambda w: w[:1], lambda w: [w, w]):
+        hooks = Hooks(perturb=lambda norms, sigma, key, other=other: jax.tree.map(other, norms))
+        with pytest.raises(ValueError, match=r"perturb returned norms of the form .*, expected that of its argument"):
+            hooks.noisy(clean, 0.5, jax.random.key(0))
+    for value in (-0.1, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"sigma\(3\) returned .*, expected a finite number of at least 0"):
+            Hooks(sigma=lambda step, value=value: value).sigma_at(Config(), 3)

@@ -120,6 +120,8 @@ def test_sums_over_devices_are_in_fp32_rounded_once():
 def test_sizes_that_cannot_be_divided_are_refused(count, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(model_config(RANDOM), tensor_parallel=count)
+    with pytest.raises(ValueError, match="2 does not divide intermediate_size 63"):
+        dataclasses.replace(model_config(RANDOM), intermediate_size=63, tensor_parallel=2)
 
 
 def test_blocks_that_cannot_be_divided_are_refused():

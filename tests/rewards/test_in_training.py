@@ -210,6 +210,8 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
         "  None for an unreadable answer, 'I do not know.' (spy None, other None)",
         "No reward pays a number for any of them: completions without one train nothing.",
     ]
+    one_pays = {"spy": lambda **_: [None, 1.0, None, 9.0], "other": lambda **_: [None] * 4}
+    assert list(sample_lines(config, Rewards(**one_pays), tokenizer, items))[-1].startswith("  None for an unreadable")
     without_answer, _ = encode_problems([Problem(0, "1 + 1?", "")], tokenizer, "", 64)
     one = dict.fromkeys(paying, lambda **_: [1.0, 0.0])
     assert list(sample_lines(config, Rewards(**one), tokenizer, without_answer))[2:] == [

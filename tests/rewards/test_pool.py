@@ -92,11 +92,14 @@ def rows(texts: list[str], prompts: list[str] | None = None) -> dict:
     }
 
 
-def test_results_come_in_order(mine):
+def test_results_come_in_order(mine, capfd):
+    """What a reward prints goes to standard error."""
     texts = ["slow" if i % 3 == 0 else "x" * i for i in range(30)]
     with load_rewards((f"{mine}:act", "soft_format"), 2, 30.0) as rewards:
         assert rewards[f"{mine}:act"](**rows(texts)) == [float(len(text)) for text in texts]
         assert rewards["soft_format"](**rows(["<think></think><answer></answer>", "x"])) == [1.0, 0.0]
+    said = capfd.readouterr()
+    assert "to nowhere slow" in said.err and not said.out
 
 
 def test_each_failure_is_one_items(mine):
