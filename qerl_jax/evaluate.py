@@ -227,7 +227,7 @@ def run(arguments: Any, config: Config, generate: Generate, replicas: Replicas =
         if items:
             print(f"{len(items)} of {len(problems)} problems are in the records", flush=True)
         if len(items) < len(problems):  # else no model is loaded
-            room = min(at_once, len(problems))
+            room = replicas.largest_share(min(at_once, len(problems)))
             print(f"loading {config.model} …", flush=True)
             settings = config, directory, model, longest, room, stack, generate
             sample = _sampler(*settings, replicas.tensor_parallel)

@@ -11,6 +11,7 @@ import pytest
 import runs
 from command_lines import replaced
 from helpers import randomized
+from replicas import on_replicas
 
 import qerl_jax
 from qerl_jax import keys
@@ -18,7 +19,7 @@ from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import Config
-from qerl_jax.evaluate import main, parse, problems_at_once
+from qerl_jax.evaluate import main, parse, problems_at_once, run
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.lowered import as_in_sources
 from qerl_jax.models.lora import LoraConfig
@@ -174,6 +175,17 @@ def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):
         printed = capsys.readouterr()
         assert "left out 1 of 5 records" in printed.out
         assert printed.err == f"error: {at_once} prompts in programs for {at_once}, 4 at a time\n"
+
+
+def test_a_process_has_programs_for_its_share():
+    """Of three problems two, also where it has one."""
+    arguments, config = parse(["tiny", "--dataset", "arithmetic", "--samples", "3", "--reward-workers", "0", *SHORT])
+
+    def generate(policy, prompts, sampling, key, engine):
+        raise ValueError(f"{len(prompts.ids)} in programs for {engine.prompts}")
+
+    found = on_replicas(2, lambda replicas: run(arguments, config, generate, replicas))
+    assert list(map(str, found)) == ["2 in programs for 2", "1 in programs for 2"]
 
 
 def test_each_process_has_eight_batches_unless_told():
