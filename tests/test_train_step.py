@@ -246,7 +246,7 @@ def test_the_end_of_a_run(step, tmp_path):
 
     def generate(policy, prompts, sampling, key, engine):
         ids = prompts.ids.tolist()
-        calls.append((policy, ids, sampling, key, (engine.slots, engine.prompts), exported.exists()))
+        calls.append((policy, ids, sampling, key, (engine.slots, engine.prompts, engine.free_bytes), exported.exists()))
         rows, answers = jnp.repeat(jnp.arange(len(ids)), 4), {40: [140] * 4, 41: [140, None, None, None]}
         texts = [f"<answer>{answer}</answer>" for i in ids for answer in answers[i]]  # right are 140 and 141
         new = [policy.tokenizer.encode(text, add_special_tokens=False) for text in texts]
@@ -279,7 +279,7 @@ def test_the_end_of_a_run(step, tmp_path):
     assert evaluated.norms is last.norms and evaluated.lora is last.lora and evaluated.frozen is policy.frozen
     assert ids == [item.problem.id for item in run.eval_problems] and sampling == config.eval_sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.3, 0.5, 0, 0)
-    assert (sampling.num_generations, sampling.max_new_tokens, slots, is_exported) == (4, 12, (7, 2), True)
+    assert (sampling.num_generations, sampling.max_new_tokens, slots, is_exported) == (4, 12, (7, 2, 5e9), True)
     assert_key(key, 3, 0)
     result = recorder.evaluations.get("after")
     assert result.accuracy == 1 / 2 and curves == [(10, result.metrics())]
