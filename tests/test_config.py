@@ -78,6 +78,21 @@ def test_a_number_that_would_become_another_is_refused(field, value, words):
         Config(**{field: value})
 
 
+def test_limits_that_are_taken_and_those_that_are_not():
+    """At the bound itself."""
+    bounds = {"epsilon_high": 0.25, "delta": 1.25}
+    with pytest.raises(ConfigError, match=r"delta 1\.25 must exceed the upper clip 1 \+ 0\.25"):
+        Config(**bounds)
+    with pytest.raises(ConfigError, match=r"importance_sampling_floor 2\.0 must be below importance_sampling_cap 2\.0"):
+        Config(importance_sampling_floor=2.0, importance_sampling_cap=2.0)
+    Config(loss_type="cispo", epsilon_high=1.0)
+    with pytest.raises(ConfigError, match=r"epsilon_high 0\.99 would cap the ratio"):
+        Config(loss_type="cispo", epsilon_high=0.99)
+    Config(overlong_buffer=64, max_completion_length=64)
+    with pytest.raises(ConfigError, match="overlong_buffer 65 exceeds max_completion_length 64"):
+        Config(overlong_buffer=65, max_completion_length=64)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-320, 2**63, True, [1], None])
 def test_a_value_of_python_that_is_no_such_number(value):
     with pytest.raises(ConfigError, match=r"^seed must be"):

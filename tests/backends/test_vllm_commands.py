@@ -9,7 +9,7 @@ import runs
 import small
 from command_lines import replaced
 
-from qerl_jax import aqn, generate, keys, load_policy
+from qerl_jax import aqn, generate, keys, launch, load_policy
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.tokenizer import load_tokenizer
@@ -75,6 +75,19 @@ def test_evaluate_refuses_in_one_line(flags, words, stand_in, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
     assert stand_in("start") == []
+
+
+@pytest.mark.parametrize(("backend", "devices"), [("vllm", "1"), ("jax", "all")])
+def test_an_evaluation_by_vllm_takes_one_device(backend, devices, stand_in, monkeypatch):
+    class Sized(Exception):
+        """With the flags of devices."""
+
+    def size(found, *_):
+        raise Sized(found.devices)
+
+    monkeypatch.setattr(launch, "sized", size)
+    with pytest.raises(Sized, match=devices):
+        evaluate(["tiny", *EVALUATE, "--backend", backend])
 
 
 def test_an_evaluation_has_room_for_the_longest_prompt_and_its_completion(stand_in, monkeypatch, tmp_path):
