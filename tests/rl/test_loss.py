@@ -244,6 +244,9 @@ def test_a_loss_of_ones_own_is_weighted_and_penalized_like_the_others(case):
     assert float(value) == pytest.approx(losses[mask].sum(), rel=1e-5)
     np.testing.assert_allclose(gradient, np.where(mask, slopes, 0), atol=1e-5)
     np.testing.assert_allclose(values["mine"], np.where(mask, x - old, 0), atol=1e-6)
+    others = (arrays[name] for name in ("logp", "old", "behaviour", "reference", "advantages", "mask"))
+    _, values = token_losses(*others, LossSettings.of(make_settings("grpo", beta=0.0), loss_of_my_own))
+    assert "mine" in values and "kl" not in values  # it reads the reference, nothing is penalized
 
 
 @pytest.mark.parametrize(

@@ -438,3 +438,19 @@ def test_an_update_that_does_not_fit_says_what_to_lower(micro):
     message = "INTERNAL: something else"
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"), calling(fail):
         grpo_step(state, micro.frozen, awkward_batch())
+
+
+def test_every_token_behind_a_prompt_is_read_of_a_batch():
+    """Rows of 4 tokens: a completion of 3 behind a prompt of 1, and one of 1 behind 3. In place of columns beyond the
+    rows there is nothing."""
+    tokens = jnp.array([[5, 6, 7, 8], [1, 2, 3, 4]], jnp.int32)
+    prompts, lengths = jnp.array([1, 3], jnp.int32), jnp.array([4, 4], jnp.int32)
+    mask = jnp.arange(4) >= prompts[:, None]
+    finish, index = jnp.zeros(2, jnp.int8), jnp.arange(2, dtype=jnp.int32)
+    batch = Batch(tokens, tokens / 8, prompts, lengths, finish, index, advantages=jnp.ones(2), loss_mask=mask)
+    sequences, completions = inputs_of("dapo", 9, (1, 3), batch)
+    own = np.asarray(completions["mask"])
+    assert own[:2, :3].tolist() == [[True] * 3, [True, False, False]] and own.sum() == 4
+    assert completions["targets"][:2, :3].tolist()[0] == [6, 7, 8] and completions["targets"][1, 0] == 4
+    assert completions["behaviour"][0, :3].tolist() == [6 / 8, 7 / 8, 1] and not completions["weights"][~own].any()
+    assert sequences["tokens"][:2, :4].tolist() == tokens.tolist() and sequences["lengths"].sum() == 8
