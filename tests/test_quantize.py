@@ -72,6 +72,16 @@ def test_shards_index_and_config(quantized):
     assert (quantized / "generation_config.json").read_bytes() == (SOURCE / "generation_config.json").read_bytes()
 
 
+def test_a_single_shard_of_another_name_has_an_index(tmp_path):
+    source, name = small.bf16(tmp_path / "source", shards=1), "model-00001-of-00001.safetensors"
+    (source / "model.safetensors").rename(source / name)
+    entries = open_files([source / name])
+    small.write_json(source / "model.safetensors.index.json", {"weight_map": dict.fromkeys(entries, name)})
+    quantize_checkpoint(source, tmp_path / "nvfp4")
+    ours = open_checkpoint(tmp_path / "nvfp4")
+    assert {ours.file_of(tensor).name for tensor in ours} == {name} and len(ours) > len(entries)
+
+
 def test_refusals_leave_nothing_behind(quantized, tmp_path, capsys):
     out = tmp_path / "out"
     assert quantize.main([str(quantized), str(out)]) == 2
