@@ -127,7 +127,8 @@ def test_a_stored_model_is_the_one_quantized_while_loading(plain):
 
 def test_logits_of_a_double_quantized_checkpoint_are_those_of_transformers():
     """Saved by transformers; there the weights are fp32, so that nothing is rounded to bf16."""
-    golden = np.load(DOUBLE / "logits.npz")
+    with np.load(DOUBLE / "logits.npz") as file:
+        golden = dict(file)
     policy = fp32_policy(DOUBLE, rank=0)
     logits = np.asarray(logits_of(policy, golden["tokens"]))
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=2e-5 * np.abs(golden["logits"]).max())

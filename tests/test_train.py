@@ -169,9 +169,10 @@ def test_a_non_finite_update_is_skipped_dumped_and_counted(settings, tmp_path):
     assert not (directory / "adapter").exists() and (directory / "plots" / "reward.png").exists()
     assert "stopped by an error after step 1 of 1.\n" in (report := (directory / "report.md").read_text())
     assert "- none of 1 steps trained anything: loss, gradient or new parameters" in report
-    dumped = np.load(directory / "nonfinite" / "step_000001.npz")
+    with np.load(directory / "nonfinite" / "step_000001.npz") as file:  # closed: else whichever test runs then is told
+        advantages = file["advantages"]
     recorded = pyarrow.parquet.read_table(directory / "completions" / "step_000001.parquet").to_pydict()
-    assert dumped["advantages"].shape == (8,) and dumped["advantages"].tolist() == recorded["advantage"]
+    assert advantages.shape == (8,) and advantages.tolist() == recorded["advantage"]
 
 
 def test_a_mixture_of_datasets_reaches_the_rewards_with_its_columns(settings, tmp_path):

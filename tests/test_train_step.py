@@ -225,8 +225,8 @@ def test_what_is_written_of_a_step(step):
     [row] = read_metrics(step.run.directory)
     assert curves == [(STEP + 1, metrics)] and row == pytest.approx(metrics | {"step": STEP + 1})
     assert "accuracy" not in row and row["step_time"] == 4.0
-    dumped = np.load(step.run.directory / "nonfinite" / f"step_{STEP + 1:06d}.npz")  # of two updates that were skipped
-    np.testing.assert_array_equal(dumped["advantages"], batch.advantages)
+    with np.load(step.run.directory / "nonfinite" / f"step_{STEP + 1:06d}.npz") as file:
+        np.testing.assert_array_equal(file["advantages"], batch.advantages)  # of two updates that were skipped
 
 
 def test_the_end_of_a_run(step, tmp_path):

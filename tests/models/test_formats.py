@@ -68,7 +68,8 @@ def test_dequantized_weights_equal_the_library_goldens_bit_for_bit(data, scheme)
 )
 def test_logits_of_published_quantizations(data, scheme, golden):
     folder = data / f"nvfp4/fixture-{scheme}-tiny-qwen2"
-    expected = np.load(folder / golden)
+    with np.load(folder / golden) as file:
+        expected = dict(file)
     ours = logits_of(fp32_policy(folder), expected["input_ids"])
     np.testing.assert_allclose(ours, expected["logits"], atol=1e-3, rtol=0)
 

@@ -24,7 +24,8 @@ def tiny(tiny_dir):
 
 @pytest.fixture(scope="module")
 def golden(tiny_dir):
-    return np.load(tiny_dir / "golden_hf_fp32.npz")
+    with np.load(tiny_dir / "golden_hf_fp32.npz") as file:
+        return dict(file)
 
 
 def test_logits_equal_the_recorded_and_the_live_ones(tiny, golden, tiny_dir):
@@ -35,7 +36,8 @@ def test_logits_equal_the_recorded_and_the_live_ones(tiny, golden, tiny_dir):
 
 
 def test_stories_greedy_ids_are_the_recorded_ones_through_the_rollout(stories_dir):
-    golden = np.load(stories_dir / "golden_hf_fp32.npz")
+    with np.load(stories_dir / "golden_hf_fp32.npz") as file:
+        golden = dict(file)
     ids = golden["greedy_ids"]
     policy = fp32_policy(stories_dir)
     rollout = generate(policy, [[int(ids[0])]], Sampling(len(ids) - 1, temperature=0), jax.random.key(0))
