@@ -19,10 +19,10 @@ KERNELS = ROOT / "kernels" / "qerl_kernels"
 # A package may import itself and packages of the levels above it in this list, never one of its own level.
 LAYERS = [
     ("qerl_kernels",),
-    ("partition", "messages"),
+    ("partition", "messages", "parallel"),
     ("compilation", "lowered", "buckets"),
     ("programs",),
-    ("types", "parallel"),
+    ("types",),
     ("keys", "aqn", "models", "rewards", "atomic", "cluster", "driver"),
     ("rollout", "data"),
     ("config",),
