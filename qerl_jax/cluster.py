@@ -129,13 +129,10 @@ class Cluster:
     def hears(self, word: str, seconds: float) -> bool:
         """As in `Link`."""
         end = time.monotonic() + seconds
-        while not self._is_over.is_set() and (left := end - time.monotonic()) > 0:
-            try:
-                self._client.blocking_key_value_get_bytes(_key("told", word), min(_POLL_MS, max(1, int(1000 * left))))
-                return True
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    return False
+        with contextlib.suppress(ReplicaError):  # out of reach
+            while not self._is_over.is_set() and (left := end - time.monotonic()) > 0:
+                if self._wait_for(_key("told", word), min(_POLL_MS, max(1, int(1000 * left)))) is not None:
+                    return True
         return False
 
     def all_gather(self, words: UInt32[np.ndarray, " X"]) -> UInt32[np.ndarray, "D X"]:
@@ -176,12 +173,18 @@ class Cluster:
                 time.sleep(0.1)
 
     def _get(self, key: str) -> bytes:
-        while True:
-            try:
-                return self._client.blocking_key_value_get_bytes(key, _POLL_MS)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise ReplicaError(f"the other replicas are out of reach: {error}") from error
+        while (value := self._wait_for(key, _POLL_MS)) is None:
+            pass
+        return value
+
+    def _wait_for(self, key: str, milliseconds: int) -> bytes | None:
+        """What a process left under a key; None where none did within that time."""
+        try:
+            return self._client.blocking_key_value_get_bytes(key, milliseconds)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise ReplicaError(f"the other replicas are out of reach: {error}") from error
 
     def _watch(self) -> None:
         """Raise in the main thread what ended another process. One that waits for the dead one's device forever, as

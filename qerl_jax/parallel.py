@@ -22,7 +22,7 @@ from jaxtyping import Array, Float32, UInt32
 T = TypeVar("T")
 Vector = Float32[Array, " _"] | jax.ShapeDtypeStruct
 _SMALL = 1 << 16  # bytes of a value that travels through the key-value store
-_PROMISE_SECONDS, _END_SECONDS = 10.0, 120.0
+_PATIENCE_SECONDS = 10.0, 120.0  # of a replica for a promise of the first one, and for what was promised
 _CHUNK = 1 << 20  # words of 4 bytes of a larger one that travel at once: one program whatever its size
 
 
@@ -130,15 +130,15 @@ class Replicas:
         if self.link is not None and self.is_first:
             self.link.tell(f"{name} promised")
 
-    def after_first(self, name: str, action: Callable[[], T]) -> T:
-        """`action()`, after that of replica 0, whose result it then finds in a cache. From any thread.
-        What replica 0 does not promise within `_PROMISE_SECONDS`, or end within `_END_SECONDS`, is not waited for.
+    def after_first(self, name: str, action: Callable[[], T], patience: tuple[float, float] = _PATIENCE_SECONDS) -> T:
+        """`action()`, after that of replica 0, whose result it then finds in a cache. From any thread. What replica 0
+        does not promise within the first time of `patience`, or end within the second, is not waited for.
         """
         if self.link is None:
             return action()
         if not self.is_first:
-            promised = self.link.hears(f"{name} promised", _PROMISE_SECONDS)
-            _ = promised and self.link.hears(f"{name} done", _END_SECONDS)
+            if self.link.hears(f"{name} promised", patience[0]):
+                self.link.hears(f"{name} done", patience[1])
             return action()
         try:
             return action()

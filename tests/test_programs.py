@@ -18,7 +18,7 @@ import pytest
 import small
 from command_lines import training
 from qerl_kernels.kernel_programs import KERNEL_PROGRAM_NAME, TARGET, kernel_programs
-from replicas import ThreadLink, on_replicas
+from replicas import on_replicas
 from timing import compile_calls
 
 from qerl_jax import aqn, keys, programs
@@ -469,11 +469,10 @@ def test_the_first_of_several_replicas_compiles_what_the_others_find_in_the_cach
     cache, on a CPU, on another machine. What has no name nobody waits for.
     """
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(ThreadLink, "is_beside_first", is_beside_first)
     logs, second, is_found = ([], []), threading.Event(), cache and backend == "gpu" and is_beside_first
 
     def compile_all(replicas: Replicas) -> None:
-        log = logs[replicas.index]
+        log, replicas.link.is_beside_first = logs[replicas.index], is_beside_first
         if replicas.is_first:
             assert second.wait(60)
         ahead = Ahead(2, replicas=replicas)

@@ -116,7 +116,7 @@ def base_note(adapter: Path, base: Path, weight_format: str | None) -> str:
         unsaid = "does not say on weights of which format it was trained"
         on = f"was trained on weights in {trained.upper()}" if trained else unsaid
         said.append(f"the adapter {on}, its base has them in {own.upper()} here")
-    if trained_base(adapter) not in (None, model_fingerprint(base)):
+    if (files := trained_base(adapter)) and files != model_fingerprint(base):
         twice = "where it is merged into them, it counts twice"
         said.append(f"the files of {base} are not those that the adapter was trained on: {twice}")
     return "; ".join(said)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from replicas import on_replicas, under_slurm
 
-from qerl_jax import parallel
 from qerl_jax.cluster import Cluster
 from qerl_jax.compilation import committed
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
@@ -54,11 +53,13 @@ def test_sums_are_those_of_numpy():
         np.testing.assert_allclose(found, values.sum(axis=0), rtol=1e-6)
 
 
-def test_what_the_first_never_promises_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(parallel, "_PROMISE_SECONDS", 0.2)
+def test_what_the_first_never_promises_is_not_waited_for():
+    def second(replicas):
+        return replicas.index and replicas.after_first("never", lambda: 7, (0.2, 120.0))
+
     began = time.monotonic()
-    assert on_replicas(2, lambda replicas: replicas.index and replicas.after_first("never", lambda: 7)) == [0, 7]
-    assert 0.2 < time.monotonic() - began < parallel._END_SECONDS
+    assert on_replicas(2, second) == [0, 7]
+    assert 0.2 < time.monotonic() - began < 120
 
 
 def test_one_process_alone_keeps_its_values():
@@ -151,6 +152,10 @@ def test_an_exchange_takes_the_messages_of_its_number_and_old_ones_are_deleted()
     assert sorted(store) == [f"qerl_jax/{index}/3/{number}" for index in range(2) for number in range(192, 200)]
     with pytest.raises(ReplicaError, match="the other replicas are out of reach: UNAVAILABLE: socket closed"):
         links[0].exchange(b"")
+    assert not links[1].hears("a word", 60.0)  # nor is that an error: nobody asked for more than a while's patience
+    links[0].tell("a word")
+    links[1]._client.deadlines = 1
+    assert links[1].hears("a word", 60.0) and not links[1].hears("a word", 0.0)
 
 
 @pytest.mark.parametrize(
