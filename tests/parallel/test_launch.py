@@ -373,10 +373,11 @@ def killed(place):
 
 
 def assert_same_records(one: Path, other: Path, steps: int) -> None:
-    """Tokens, rewards and advantages are equal; metrics are to rounding."""
+    """Tokens and rewards are equal; advantages and metrics are to rounding, as the processes compile by themselves."""
     for step in range(1, steps + 1):
         tables = [pyarrow.parquet.read_table(run / "completions" / f"step_{step:06d}.parquet") for run in (one, other)]
-        assert tables[0] == tables[1]
+        assert tables[0].drop_columns("advantage") == tables[1].drop_columns("advantage")
+        np.testing.assert_allclose(*(table["advantage"].to_numpy() for table in tables), rtol=1e-6)
     rows = [read_metrics(run)[:steps] for run in (one, other)]
     for first, second in zip(*rows, strict=True):
         assert first.keys() == second.keys() - {"time/gather"}
