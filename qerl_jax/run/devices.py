@@ -14,6 +14,7 @@ from qerl_kernels import dispatch
 from qerl_kernels.gpu import H200, Gpu
 
 KERNELS_NEED_JAX = (0, 11)
+KERNELS_SLOWER_WITH_JAX = (0, 12)  # it compiles those with `wgmma` by nvJitLink, which serializes it (notes/matmul.md)
 KERNELS_NEED_PYTHON = (3, 12)  # the oldest that jax 0.11 supports
 DETERMINISTIC_FLAGS = (
     "--xla_gpu_deterministic_ops=true",
@@ -57,7 +58,8 @@ def kernels_note(
     matmul_kernel: str, device: Any = None, jax_version: str = jax.__version__, python: str = platform.python_version()
 ) -> str | None:
     """A line for users of an NVIDIA GPU: what to install where jax is older than the kernels need, else which kernels
-    run and whether their configs were timed on this GPU; None elsewhere.
+    run, whether their configs were timed on this GPU, and what to install where this jax makes them slower; None
+    elsewhere.
 
     Args:
       matmul_kernel: as in Config; "xla" asks for no kernels, so that none are missed.
@@ -68,14 +70,18 @@ def kernels_note(
     gpu = dispatch.facts(device)
     if matmul_kernel == "xla" or gpu is None or gpu.arch < dispatch.MIN_ARCH:
         return None
+    needed, slower, needed_python = (
+        ".".join(map(str, each)) for each in (KERNELS_NEED_JAX, KERNELS_SLOWER_WITH_JAX, KERNELS_NEED_PYTHON)
+    )
+    packages = f"pip install -U 'jax[cuda13]>={needed},<{slower}'"
     if version >= KERNELS_NEED_JAX:
-        return _tier_note(gpu)
-    needed, needed_python = ".".join(map(str, KERNELS_NEED_JAX)), ".".join(map(str, KERNELS_NEED_PYTHON))
+        is_slower = gpu.tier == "wgmma" and version >= KERNELS_SLOWER_WITH_JAX
+        return _tier_note(gpu) + (f"; slower with jax {jax_version}: {packages}" if is_slower else "")
     is_old = tuple(map(int, python.split(".")[:2])) < KERNELS_NEED_PYTHON
     upgrade = f"in an environment of Python {needed_python} or later (this is {python}), " if is_old else ""
     return (
         f"WARNING: {device.device_kind}: running without the GPU kernels, several times slower: they need jax "
-        f"{needed} or later (this is {jax_version}). To use them: {upgrade}pip install -U 'jax[cuda13]>={needed}'"
+        f"{needed} or later (this is {jax_version}). To use them: {upgrade}{packages}"
     )
 
 

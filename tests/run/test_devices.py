@@ -4,6 +4,8 @@ import dataclasses
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +17,7 @@ from qerl_jax import driver, train
 from qerl_jax.evaluate import main as evaluate
 from qerl_jax.run.devices import (
     DETERMINISTIC_FLAGS,
+    KERNELS_SLOWER_WITH_JAX,
     MEMORY,
     _tier_note,
     device_bytes,
@@ -52,8 +55,8 @@ def test_flags_are_added_once_and_xla_knows_them():
 @pytest.mark.parametrize(
     ("version", "capability", "kernel", "python", "words"),
     [
-        ("0.10.2", "9.0", "auto", "3.11.9", ["jax 0.11 or later (this is 0.10.2)", "Python 3.12", "jax[cuda13]>=0.11"]),
-        ("0.10.2", "9.0", "auto", "3.12.1", ["pip install -U 'jax[cuda13]>=0.11'"]),
+        ("0.10.2", "9.0", "auto", "3.11.9", ["jax 0.11 or later (this is 0.10.2)", "Python 3.12", ">=0.11,<0.12'"]),
+        ("0.10.2", "9.0", "auto", "3.12.1", ["pip install -U 'jax[cuda13]>=0.11,<0.12'"]),
         ("0.10.2", "9.0", "xla", "3.11.9", None),
         ("0.11.0", "9.0", "xla", "3.12.1", None),
         ("0.10.2", "8.0", "auto", "3.11.9", ["jax 0.11 or later"]),
@@ -85,6 +88,25 @@ def test_a_gpu_is_told_its_kernels_and_whose_configs_they_have():
     assert "update by dequantization" in ada and ada.endswith("python -m qerl_jax.tune MODEL times them")
     tuned = dataclasses.replace(gpu_of("GPU A", 89, 128), own_table="table.json")
     assert _tier_note(tuned).endswith("; configs of table.json")
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "is_told"),
+    [("0.11.2", "9.0", False), ("0.12.0.1", "9.0", True), ("0.12.0", "8.9", False)],
+)
+def test_a_hopper_is_told_which_jax_makes_its_kernels_slower(version, capability, is_told):
+    device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="GPU A", core_count=132)
+    note = kernels_note("auto", device, version)
+    assert note.endswith(f"; slower with jax {version}: pip install -U 'jax[cuda13]>=0.11,<0.12'") == is_told
+
+
+def test_the_packages_for_gpus_stop_before_the_jax_that_makes_kernels_slower():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    limit = f"<{'.'.join(map(str, KERNELS_SLOWER_WITH_JAX))}"
+    extras = project["optional-dependencies"]
+    names = [name for name in extras["cuda13"] + extras["aot"] if name.startswith("jax")]
+    assert len(names) == 4 and all(name.endswith(limit) for name in names)
+    assert not any(name.startswith("jax") and "<" in name for name in project["dependencies"])
 
 
 def test_a_cpu_is_told_nothing():
