@@ -75,6 +75,14 @@ def test_prompts_have_a_fixed_width_and_their_ids(tokenizer):
     assert [len(item.tokens) for item in kept] == prompts.lengths.tolist()
 
 
+def test_a_dataset_of_several_calls_of_the_tokenizer_keeps_each_prompt_with_its_problem(tokenizer):
+    problems = [Problem(i, str(i), "") for i in range(1030)]
+    kept, _ = encode_problems(problems, tokenizer, "", 64)
+    assert [item.problem.id for item in kept] == list(range(1030))
+    digits = [tokenizer.decode(list(kept[i].tokens)).split("user\n")[1].split("<")[0] for i in (0, 1023, 1024, 1029)]
+    assert digits == ["0", "1023", "1024", "1029"]
+
+
 def test_prompt_without_a_chat_template(tokenizer):
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None

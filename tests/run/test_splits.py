@@ -33,16 +33,17 @@ def of_package(split: str, count: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("is_bundled", [False, True])
 def test_training_and_evaluation_read_their_own_splits(tmp_path, is_bundled):
-    """Two sets, ids one after the other, those of records that are left out among them; the evaluation of as many
-    problems as were asked for."""
+    """Two sets, ids one after the other, those of records that are left out among them, in the shares and by the seed
+    of the config; the evaluation of as many problems as were asked for."""
     for split in ("train", "test"):
         lines = [json.dumps({"question": question, "answer": answer}) for question, answer in rows(split)]
         lines.append(json.dumps({"question": "What is nothing?", "answer": None}))
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
     evaluated = "arithmetic" if is_bundled else str(tmp_path)
     config = Config(model="tiny", dataset=(str(tmp_path), "arithmetic"), eval_dataset=evaluated, eval_samples=3)
-    config = config.with_max_prompt_length(4096)
+    config = dataclasses.replace(config, dataset_weights=(3, 1), seed=7).with_max_prompt_length(4096)
     stream, evaluation = load_problems(config, load_tokenizer(model_path("tiny")), Console(quiet=True))
+    assert (stream.weights, stream.seed, stream.shuffled, stream.key) == ((3, 1), 7, True, None)
     files, bundled = (
         [(one.problem.id, one.problem.prompt, one.problem.answer) for one in part] for part in stream.sets
     )
