@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import runs
 from command_lines import replaced
@@ -19,6 +20,7 @@ from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.config import Config
+from qerl_jax.data.presets import PROMPT_FORMATS
 from qerl_jax.evaluate import main, parse, problems_at_once, run
 from qerl_jax.evaluation import Evaluation
 from qerl_jax.lowered import as_in_sources
@@ -159,10 +161,13 @@ def test_an_adapter_is_evaluated_on_weights_as_it_was_trained_on(tmp_path, capsy
 
 def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):
     """The first part has the problems of 8 batches of 4 completions, rounded up, and its programs are those of all
-    parts. Seed and sampling are those of the flags.
+    parts. Seed, sampling and form of the answer are those of the flags.
     """
 
     def generate(policy, prompts, sampling, key, engine):
+        asked = PROMPT_FORMATS["boxed"]  # of think and answer blocks the template asks itself
+        text = policy.tokenizer.decode(np.asarray(prompts.tokens[0]).tolist())
+        assert text.startswith(f"<|im_start|>system\n{asked}<")
         wanted = keys.for_step(5, keys.Purpose.EVALUATE, 0)
         assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(wanted))
         assert sampling == Sampling(4, temperature=0.5, top_p=0.9, num_generations=12)
@@ -170,6 +175,7 @@ def test_what_is_left_out_is_told_before_anything_is_sampled(data, capsys):
 
     flags = ["--dataset", f"gsm8k:{data / 'presets' / 'gsm8k'}", "--split", "train", *SHORT]
     flags += ["--seed", "5", "--num-generations", "12", "--temperature", "0.5", "--top-p", "0.9"]
+    flags += ["--prompt-format", "boxed"]
     for more, at_once in (([], 3), (["--problems-at-once", "9"], 4)):  # there are four
         assert main(["tiny", *flags, *more], generate) == 2
         printed = capsys.readouterr()

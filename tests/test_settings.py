@@ -24,6 +24,7 @@ from qerl_jax.models.formats import Nvfp4
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.adamw import AdamW
 from qerl_jax.run import prepare
+from qerl_jax.run.dry_run import local_problems
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.types import Engine, Sampling
 
@@ -121,7 +122,7 @@ def test_every_flag_of_an_evaluation_arrives(adapted, tmp_path, capsys):
     absence on a CPU.
     """
     model, adapter, policy = adapted
-    rows = [{"q": f"{'long ' * 20}{i} + {i}?", "a": str(2 * i), "question": "no", "answer": "no"} for i in range(9)]
+    rows = [{"q": f"{'long ' * 20}{i} + {i}?", "a": str(2 * i), "question": "no"} for i in range(9)]  # no "answer"
     for split, own in (("train", rows[:6]), ("test", rows[6:])):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, own)))
     flags = {
@@ -180,6 +181,13 @@ def test_a_run_reads_the_columns_that_its_config_names(adapted, tmp_path):
     for items in stream.at(0, 3), evaluation:
         assert {(item.problem.prompt, item.problem.answer) for item in items} == {("1 + 1?", "2")}
     assert len(evaluation) == 2
+    planned = dataclasses.replace(config, max_steps=1)
+    shown = local_problems(planned, policy.tokenizer, Console(quiet=True), [])  # in a dry run
+    assert [item.problem.extra["level"] for item in shown] == [3, 5, 3, 4]
+    console = Console(record=True, file=io.StringIO(), width=200)
+    mixed = dataclasses.replace(config, dataset=(*config.dataset, "math"), max_steps=-1)
+    local_problems(mixed, policy.tokenizer, console, [1000])  # 1000 is a problem of the hub's, which is not read
+    assert "max_steps" not in console.export_text()  # which nobody knows without its size
     for rewards, said in (("answer",), 0), (("mine.py:f", "answer"), 1):
         console = Console(record=True, file=io.StringIO(), width=200)
         prepare.load_problems(dataclasses.replace(config, reward_funcs=rewards), policy.tokenizer, console)

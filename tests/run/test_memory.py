@@ -15,6 +15,7 @@ from qerl_kernels.formats import Nvfp4
 from qerl_kernels.gpu import H200
 from qerl_kernels.nvfp4_matmul.packing import PackedNvfp4
 
+from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.safetensors import CheckpointError
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.models import cache as kv
@@ -48,7 +49,9 @@ def test_abstract_trees_are_the_real_ones(tmp_path, stored, dtype):
     for ours, theirs in zip(planned, real, strict=True):
         for (path, leaf), (other_path, other) in zip(ours, theirs, strict=True):
             assert (path, leaf.shape, leaf.dtype) == (other_path, other.shape, other.dtype)
-    parts = memory_report(config).parameters
+    planned = memory_report(config)
+    parts = planned.parameters
+    assert planned.files == (model_path("tiny") / "model.safetensors").stat().st_size  # of many tensors, counted once
     trained = state.norms, state.lora, state.opt_state
     assert sum(part.bytes for part in parts) == bytes_on_device((policy.frozen, *trained))
     frozen = [part for part in parts if not any(word in part.name for word in ("adapters", "moments"))]
