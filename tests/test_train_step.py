@@ -19,6 +19,7 @@ from rich.console import Console
 from qerl_jax import train
 from qerl_jax.backends.vllm_engine import VllmEngine
 from qerl_jax.checkpoint.adapter import export_adapter
+from qerl_jax.checkpoint.adapter_reader import trained_base
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.orbax import Checkpointer
@@ -111,7 +112,9 @@ def step(tmp_path, monkeypatch):
 
     def perturb(clean, sigma, key):
         calls.perturb = clean, sigma, key
-        return jax.tree.map(lambda weight: weight + 1, clean)
+        noisy = jax.tree.map(lambda weight: weight + 1, clean)
+        noisy["layers"][0]["a"] = clean["layers"][0]["a"]  # three of four
+        return noisy
 
     def grpo_step(*arguments, **own):
         calls.update = *arguments, own
@@ -174,7 +177,7 @@ def test_the_update(step):
 def test_the_record(step):
     """What `test_three_steps.py` does not see: speed, verdicts, timeouts, skipped updates, a curriculum's column."""
     state, experience, batch, update, sigma = step.calls.record
-    assert (state is step.after, sigma, experience.perturbed) == (True, pytest.approx(SIGMA, rel=1e-12), 4)
+    assert (state is step.after, sigma, experience.perturbed) == (True, pytest.approx(SIGMA, rel=1e-12), 3)
     timing = {"time/rollout": 2.0, "time/grading": 0.5, "time/update": 1.5}
     encode = step.run.policy.tokenizer.encode
     rows = [(r, i) for r in range(2) for i in range(len(TEXTS[r]))]  # of both rounds
@@ -188,14 +191,17 @@ def test_the_record(step):
     assert metrics["completions/failed"] == 1
     no_verdict = experience.reward_parts | {"spy": np.full(6, np.nan, np.float32)}
     no_verdict["spy/timeout"] = np.float32([1, 0, 0, 1, 0, 0])
-    entropies = jnp.asarray(experience.rollout.completion_mask * 0.25, jnp.float32)
+    of_row = np.array([[0.25], [0.5], [0.5], [0.25], [1.0], [0.0]])
+    entropies = jnp.asarray(experience.rollout.completion_mask * of_row, jnp.float32)
     other = dataclasses.replace(
         experience, reward_parts=no_verdict, rollout=experience.rollout.replace(entropies=entropies)
     )
     found = step_metrics(other, update, 3, timing, "spy")
     assert step_metrics(experience, update, 3, timing, "other")["accuracy"] == 0  # a part of the tests is not right
     assert step_metrics(experience, update, 3, timing, None) == {k: v for k, v in metrics.items() if k != "accuracy"}
-    assert np.isnan(found["accuracy"]) and found["sampling/entropy"] == pytest.approx(0.25)
+    tokens = np.asarray(rollout.lengths - rollout.prompt_lengths)  # each counts alike, whatever its completion's length
+    assert found["sampling/entropy"] == pytest.approx(tokens @ of_row[:, 0] / tokens.sum()) and len(set(tokens)) > 1
+    assert np.isnan(found["accuracy"])
     assert found["rewards/spy/timeout_rate"] == pytest.approx(2 / 6) and found["rewards/spy/crash_rate"] == 0
     lengths = np.asarray(experience.rollout.lengths)
     for skipped in (0, 1, 2):  # of two updates; 7 of the 8 before and in this step changed something
@@ -205,7 +211,7 @@ def test_the_record(step):
         )
         rate = step.config.learning_rate * (5 + skipped) / 10  # a warm-up of 10, which skipped updates do not count in
         assert run_metrics(experience, state, skipped, sigma, 1000, 15) == {
-            "aqn/sigma": sigma, "aqn/norms": 4, "learning_rate": pytest.approx(rate),
+            "aqn/sigma": sigma, "aqn/norms": 3, "learning_rate": pytest.approx(rate),
             "num_tokens": 1000 + int(lengths.sum()), "epoch": pytest.approx((CURSOR + 4) / 15),
         }  # fmt: skip
     columns = completion_columns(experience, batch.advantages, "level")
@@ -230,12 +236,12 @@ def test_what_is_written_of_a_step(step):
 
 
 def test_the_end_of_a_run(step, tmp_path):
-    """The trained policy is what is evaluated, under the evaluation's settings, and what is exported before that.
-    Replicas share the evaluation's problems.
+    """The trained policy is what is evaluated, under the evaluation's settings and by its dataset's reward, and what is
+    exported before that. Replicas share the evaluation's problems.
     """
     config = dataclasses.replace(
-        step.config, model=str(small.bf16(tmp_path / "model", 1)), eval_dataset="arithmetic", eval_temperature=0.3,
-        eval_top_p=0.5, eval_num_generations=4, eval_batch_size=7, train_norms=True,
+        step.config, model=str(small.bf16(tmp_path / "model", 1)), dataset=("codeforces",), eval_dataset="arithmetic",
+        eval_temperature=0.3, eval_top_p=0.5, eval_num_generations=4, eval_batch_size=7, train_norms=True,
     )  # fmt: skip
     policy = load_policy(config.model, lora=LoraConfig(4), dtype=jnp.float32)
     first = init_state(policy, config)
@@ -263,7 +269,7 @@ def test_the_end_of_a_run(step, tmp_path):
         step.run, config=config, policy=policy, programs=ahead, eval_problems=list(step.run.stream.sets[0][:2]),
         vllm=Sampler(generate), console=Console(file=(said := io.StringIO()), width=200),
     )  # fmt: skip
-    recorder = Recorder(run, Checkpointer(tmp_path, 1), 9, 1000, {})
+    recorder = Recorder(run, Checkpointer(tmp_path, 1, {f"model {config.model}": "a5b6"}), 9, 1000, {})
     recorder.curves = types.SimpleNamespace(log=lambda *arguments: curves.append(arguments), close=lambda: None)
     recorder.metrics.append(10, {"num_tokens": 2000, "reward": 0.5, "grad_norm": 0.0, "frac_reward_zero_std": 1.0})
     stopped = dataclasses.replace(run, vllm=Sampler(lambda *_: signal.raise_signal(signal.SIGTERM)))
@@ -285,6 +291,7 @@ def test_the_end_of_a_run(step, tmp_path):
     assert result.accuracy == 1 / 2 and curves == [(10, result.metrics())]
     export_adapter(policy.replace(norms=last.norms, lora=last.lora), tmp_path / "wanted", norms=True)
     assert exported.read_bytes() == (tmp_path / "wanted" / exported.name).read_bytes()
+    assert trained_base(exported.parent) == "a5b6"  # that of the model when it was loaded
     lifecycle._evaluate(run, recorder, policy, "before", 0)
     assert recorder.evaluations.get("before").accuracy == 1 / 2 and curves[1][0] == 0
     assert calls[1][0] is policy
