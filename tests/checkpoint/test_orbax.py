@@ -77,26 +77,26 @@ def test_a_run_resumes_from_the_whole_state(state, saved, tmp_path):
 
 
 def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
+    """By the steps' numbers, not by their texts."""
     (tmp_path / "checkpoints" / ".6.writing").mkdir(parents=True)  # of a process that was killed
-    (tmp_path / "checkpoints" / "7").mkdir()  # without a manifest, and newer
+    (tmp_path / "checkpoints" / "12").mkdir()  # without a manifest, and newer
     (tmp_path / "checkpoints" / "00").mkdir()  # somebody else's, as are
     (tmp_path / "checkpoints" / ".trash").mkdir()
     (tmp_path / "checkpoints" / ".DS_Store").touch()
     checkpoints = Checkpointer(tmp_path, 2)
-    for step in (1, 2, 3):
+    for step in (1, 9, 10):
         checkpoints.save(at(state, step))
-    assert sorted(path.name for path in checkpoints.directory.iterdir()) == [".DS_Store", ".trash", "00", "2", "3", "7"]
-    assert_same(checkpoints.restore(state), at(state, 3))
-    norms, _ = jax.tree_util.tree_flatten_with_path(at(state, 3).norms)
+    left = {path.name for path in checkpoints.directory.iterdir()}
+    assert left == {".DS_Store", ".trash", "00", "9", "10", "12"} and checkpoints.latest_step() == 10
+    assert_same(checkpoints.restore(state), at(state, 10))
+    norms, _ = jax.tree_util.tree_flatten_with_path(at(state, 10).norms)
     paths = [f"norms/{jax.tree_util.keystr(path, simple=True, separator='/')}" for path, _ in norms]
-    found = checkpoints.read(3, ("norms/",))
+    found = checkpoints.read(10, ("norms/",))
     assert sorted(found) == sorted(paths)
     assert all(np.array_equal(found[path], leaf) for path, (_, leaf) in zip(paths, norms, strict=True))
-    assert_same(Checkpointer(tmp_path, keep=None).restore(state, step=2), at(state, 2))
-    assert latest_step(tmp_path) == 3
-    (checkpoints.directory / "3").rename(checkpoints.directory / "10")
-    shutil.copytree(checkpoints.directory / "2", checkpoints.directory / "2 (copy)")
-    assert latest_step(tmp_path) == 10  # a number, not a text
+    assert_same(Checkpointer(tmp_path, keep=None).restore(state, step=9), at(state, 9))
+    shutil.copytree(checkpoints.directory / "9", checkpoints.directory / "9 (copy)")
+    assert latest_step(tmp_path) == 10
 
 
 def test_a_place_that_cannot_hold_checkpoints_is_refused_before_the_first(tmp_path):
