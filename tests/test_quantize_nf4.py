@@ -102,13 +102,19 @@ def test_a_checkpoint_has_the_bytes_that_transformers_saves(plain):
 def test_the_compute_dtype_is_that_of_the_projections(tmp_path):
     source = small.bf16(tmp_path / "source", 1, hidden_size=64, intermediate_size=128, head_dim=32)
 
+    wide = "model.layers.1.mlp.up_proj.weight"
+
     def widen(tensors: dict) -> None:
-        tensors.update({name: array.astype(np.float32) for name, array in tensors.items() if "_proj." not in name})
+        names = [name for name in tensors if "_proj." not in name or name == wide]
+        tensors.update({name: tensors[name].astype(np.float32) for name in names})
 
     small.change_tensors(source, widen)
     assert quantize.main([str(source), str(tmp_path / "nf4"), "--format", "nf4"]) == 0
     section = json.loads((tmp_path / "nf4" / "config.json").read_text())["quantization_config"]
     assert section["bnb_4bit_compute_dtype"] == "bfloat16"
+    written = open_checkpoint(tmp_path / "nf4")
+    for name, dtype in ((wide, "float32"), (wide.replace("up", "gate"), "bfloat16")):  # of each one's own values
+        assert json.loads(written[f"{name}.quant_state.bitsandbytes__nf4"].tobytes())["dtype"] == dtype
 
 
 def test_a_stored_model_is_the_one_quantized_while_loading(plain):

@@ -15,7 +15,8 @@ from helpers import assert_trees_equal, fp32_policy, logits_of, randomized, with
 from oracles import torch_qwen2
 
 from qerl_jax.checkpoint import safetensors as st
-from qerl_jax.checkpoint.adapter import export_adapter, import_adapter
+from qerl_jax.checkpoint.adapter import export_adapter, import_adapter, write_adapter
+from qerl_jax.checkpoint.adapter_reader import AdapterReader
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.peft_config import adapter_config
@@ -71,6 +72,7 @@ def test_export_and_import_are_inverse_bit_for_bit(micro_dir, tmp_path, lora):
     export_adapter(policy, tmp_path / "a")
     back = load_policy(micro_dir, dtype=jnp.float32, adapter=tmp_path / "a")
     assert_trees_equal((back.lora, back.norms), (policy.lora, policy.norms))
+    assert_trees_equal(back.base_norms, load_policy(micro_dir, dtype=jnp.float32).norms)
     assert back.lora_config == dataclasses.replace(lora, alpha=lora.effective_alpha)
     again = import_adapter(back, tmp_path / "a")  # whose norms are no longer the checkpoint's
     assert_trees_equal((again.lora, again.norms, again.base_norms), (back.lora, back.norms, back.base_norms))
@@ -151,6 +153,19 @@ def test_norms_that_are_named_and_missing_are_refused(micro_dir, exported):
     path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": None, "lora_dropout": 0.1}))
     policy = load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)
     assert policy.lora_config.dropout == 0.1  # which a run refuses
+
+
+def test_an_adapter_with_one_kind_of_norm_is_written_with_that_alone(micro_dir, exported, tmp_path):
+    """As peft writes one with `modules_to_save=["input_layernorm"]`."""
+    path = exported / "adapter_config.json"
+    others = [name for name in st.open_files([exported / FILE]) if "post_attention_layernorm" in name]
+    small.change_tensors(exported, lambda tensors: [tensors.pop(name) for name in others], FILE)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": ["input_layernorm"]}))
+    reader, again = AdapterReader(exported, model_config(micro_dir)), tmp_path / "again"
+    again.mkdir()
+    write_adapter(again, reader.config, reader.lora_tensors(), reader.norm_tensors(), "base", None)
+    assert json.loads((again / "adapter_config.json").read_text())["modules_to_save"] == ["input_layernorm"]
+    assert (again / FILE).read_bytes() == (exported / FILE).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,18 @@ def test_layers_quantized_in_threads_keep_their_places(tmp_path, weight_format):
             assert_trees_equal(layer[block][fused]["weight"], quantize(matrix))
 
 
+def test_fused_parts_of_two_dtypes_share_a_global_scale_in_fp32(micro_dir, tmp_path):
+    def narrow(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"].astype(ml_dtypes.bfloat16)
+
+    policy = load_policy(rewritten(micro_dir, tmp_path / "m", narrow), "nvfp4", LoraConfig(rank=0), matmul_kernel="xla")
+    parts = [st.open_checkpoint(tmp_path / "m")[Q.replace("q_proj", f"{part}_proj") + ".weight"] for part in "qkv"]
+    assert [part.dtype.name for part in parts] == ["bfloat16", "float32", "float32"]
+    scale = np.float32(1) / max(np.abs(part.astype(np.float32)).max() for part in parts) * np.float32(448 * 6)
+    found = np.asarray(policy.frozen["layers"][0]["self_attn"]["qkv_proj"]["weight"].global_scale)
+    assert (found == scale).all() and scale.astype(ml_dtypes.bfloat16) != scale
+
+
 @pytest.mark.parametrize(
     "targets", [PROJECTIONS, ("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj", "k_proj")], ids=len
 )
