@@ -29,8 +29,9 @@ from qerl_jax.checkpoint.of_run import Source
 from qerl_jax.checkpoint.orbax import Checkpointer, model_input
 from qerl_jax.checkpoint.safetensors import model_fingerprint
 from qerl_jax.config import Config
+from qerl_jax.data.presets import ANSWER_LINE_SYSTEM_PROMPT, PROGRAM_SYSTEM_PROMPT
 from qerl_jax.evaluate import parse as parse_evaluation
-from qerl_jax.export import _commands, main
+from qerl_jax.export import _commands, _system_message, main
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
@@ -109,6 +110,20 @@ def test_the_command_behind_an_export_for_vllm(rank, most, tmp_path):
     assert _commands("vllm", source, reader_of(rank), Path("A")) == [f"vllm serve B {lora}"]
 
 
+@pytest.mark.parametrize(
+    ("datasets", "asked"),
+    [
+        (("miromind",), ANSWER_LINE_SYSTEM_PROMPT),
+        (("codeforces:rows.jsonl", "miromind"), PROGRAM_SYSTEM_PROMPT),
+        (("gsm8k", "miromind"), ""),
+    ],
+)
+def test_requests_need_the_system_message_of_the_first_dataset(datasets, asked, tmp_path):
+    """Not that for a box, in whose place the model's own template asks."""
+    base = small.bf16(tmp_path / "model", shards=1)
+    assert _system_message(Source(tmp_path, base, "B", None, tmp_path, Config("B", dataset=datasets))) == asked
+
+
 def reader_of(rank: int, has_norms: bool = False) -> AdapterReader:
     """Of a file that nobody needs."""
     reader = object.__new__(AdapterReader)
@@ -162,6 +177,23 @@ def test_an_interrupted_run_is_exported_from_its_newest_checkpoint(tmp_path, cap
     shutil.move(tmp_path / "exported", run / "adapter")
     assert main([str(run), str(tmp_path / "whole")]) == 0
     assert "checkpoint" not in capsys.readouterr().out
+
+
+def test_a_run_is_exported_for_another_place_of_its_model(tmp_path, capsys):
+    """Its adapter names that as its base, and as the files that it was trained on the model's of the run, which differ
+    here."""
+    run, _ = make_run(tmp_path)
+    trained_on, moved = model_fingerprint(tmp_path / "model"), tmp_path / "moved"
+    shutil.move(tmp_path / "model", moved)
+    small.change_json(moved / "generation_config.json", temperature=0.5)
+    assert main([str(run), str(tmp_path / "out"), "--base", str(moved)]) == 0
+    said = capsys.readouterr().out
+    assert f"the files of {moved} are not those that the adapter was trained on" in said
+    assert f"python -m qerl_jax.evaluate {moved} " in said
+    card = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---")[1])
+    assert (card["base_model"], card["base_fingerprint"]) == (str(moved), trained_on)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(moved)
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "nf4"])

@@ -153,7 +153,9 @@ def test_merged_from_an_nvfp4_base(tmp_path, scheme):
 
 @pytest.mark.parametrize("weight_format", ["nvfp4", "mxfp4", "nf4"])
 def test_merged_from_a_base_quantized_while_loading(tmp_path, weight_format):
-    """The oracle dequantizes the weights of the loaded policy; the quantized base on disk makes the same model."""
+    """The oracle dequantizes the weights of the loaded policy; the quantized base on disk makes the same model. What
+    vLLM serves beside the adapter has those values, too: NVFP4 itself, or of another format in bf16.
+    """
     base = make(tmp_path / "base", hidden_size=64, intermediate_size=128)
     policy = trained(base, ALL, weight_format=weight_format)
     out = tmp_path / "out"
@@ -180,6 +182,13 @@ def test_merged_from_a_base_quantized_while_loading(tmp_path, weight_format):
     export(tmp_path / "adapter", tmp_path / "again", "merged", str(tmp_path / "quantized"))
     again = st.open_checkpoint(tmp_path / "again")
     assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in merged.items()}
+    export(tmp_path / "adapter", tmp_path / "served", "vllm", str(base), weight_format)
+    served = st.open_checkpoint(tmp_path / "served/base")
+    if weight_format == "nvfp4":
+        quantized = st.open_checkpoint(tmp_path / "quantized")
+        assert all(served[name].tobytes() == quantized[name].tobytes() for name in quantized if "_proj." in name)
+    for name in (name for name in values if "_proj.weight" in name and weight_format != "nvfp4"):
+        np.testing.assert_array_equal(served[name], values[name].astype(ml_dtypes.bfloat16), err_msg=name)
 
 
 def test_vllm_adapter_and_base(tmp_path):
