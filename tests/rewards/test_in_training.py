@@ -184,6 +184,10 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
     hinted = dataclasses.replace(config, dataset=sets, reward_columns=("hint",))
     with pytest.raises(DataError, match="has no column 'hint'"):
         try_rewards(hinted, Rewards(spy=spy), download=False)
+    ordered = dataclasses.replace(config, data_order="level")  # whose column rewards get, too
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "2", "level": 5}\n')
+    try_rewards(ordered, Rewards(spy=spy), download=False)
+    assert seen.pop()["level"] == [5] * 4
     # A dry run shows all three, in groups of two.
     config = dataclasses.replace(config, num_generations=2, reward_weights=(1.0,))
     tokenizer = load_tokenizer(model_path("tiny"))

@@ -151,8 +151,8 @@ def test_score_counts_what_failed_and_leaves_it_out():
     met its limit keeps its share.
     """
     values = [1.0, None, Unparsed(0.0), TimedOut(math.nan), Crashed(math.nan), TimedOut(0.5)]
-    rewards = {"a": lambda **_: values, "b": lambda **_: [1.0] * 6}
-    totals, parts = score(rewards, (2.0, 0.1), ["p"] * 6, ["c"] * 6, ["x"] * 6)
+    rewards = {"b": lambda **_: [1.0] * 6, "a": lambda **_: values}  # weights are in this order
+    totals, parts = score(rewards, (0.1, 2.0), ["p"] * 6, ["c"] * 6, ["x"] * 6)
     assert totals == pytest.approx([2.1, 0.1, 0.1, math.nan, math.nan, 1.1], nan_ok=True)
     assert parts["a"] == pytest.approx([1, math.nan, 0, math.nan, math.nan, 0.5], nan_ok=True)
     assert parts["a/parse_failure"] == [0, 0, 1, 0, 0, 0]

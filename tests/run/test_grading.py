@@ -23,7 +23,7 @@ from qerl_jax.run.grading import Grading
 from qerl_jax.run.prepare import Run
 from qerl_jax.types import FinishReason, Policy, Rollout
 
-EOS, STUCK, DYING = 2, 77, 78
+EOS, THINK, STUCK, DYING = 2, 10, 77, 78
 # Values depend on the others of the prompt. Every call leaves a file.
 REWARD = """
 import os, pathlib, tempfile, time
@@ -58,8 +58,8 @@ def test_columns_of_each_row_are_those_of_its_prompt():
 @pytest.mark.parametrize("replicas", [pytest.param(Replicas(), marks=pytest.mark.nightly), Replicas(1, 2)])
 def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
     """A group whose grading hangs, one whose worker dies, a failed row, one without a token, messages, a column that
-    one prompt lacks, and a function that sees the whole batch. The last group is not announced, the order is another;
-    and then a group is announced that is cut afterwards, which is graded again.
+    one prompt lacks, a prompt that opens a block of thoughts, and a function that sees the whole batch. The last group
+    is not announced, the order is another; and then a group is announced that is cut afterwards, which is graded again.
     """
     problems = [
         EncodedProblem(Problem(n, f"{n}?", str(n), extra={"hint": n} if n != 3 else {}), array.array("i", [5, n]))
@@ -68,6 +68,7 @@ def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
     talk = dataclasses.replace(problems[1].problem, messages=(("user", "1?"),))
     problems[1] = EncodedProblem(talk, problems[1].tokens)
     own = list(replicas.share(len(problems)))
+    problems[own[3]] = EncodedProblem(problems[own[3]].problem, array.array("i", [5, THINK]))
     groups = [[[STUCK], [4]], [[DYING, EOS], []], [[6, 9, EOS], [8]], [[7, EOS], [7, EOS]], [[3, 3], [3, EOS]]]
     (tmp_path / "mine.py").write_text(REWARD)
     names, whole = (f"{tmp_path}/mine.py:ranked", "answer", "overlong"), []
@@ -80,8 +81,8 @@ def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
         "m", batch_size=2 * len(problems), num_generations=2, max_completion_length=4, overlong_buffer=3,
         reward_funcs=(*names, "batch"), reward_weights=(1.0, 2.0, 3.0, 4.0),
     )  # fmt: skip
-    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
-    policy = Policy({}, {}, {}, SimpleNamespace(eos_token_ids=(EOS,)), None, tokenizer=tokenizer)
+    tokenizer = SimpleNamespace(decode=lambda ids: " ".join("<think>" if i == THINK else str(i) for i in ids))
+    policy = Policy({}, {}, {}, SimpleNamespace(eos_token_ids=(99, EOS)), None, tokenizer=tokenizer)
     rollout = rolled_out([problems[p] for p in own], own, groups)
     stream, found = ProblemStream((problems,), None, 0), []
     with load_rewards(names, 2, 1.0) as rewards:
