@@ -102,8 +102,8 @@ def test_exchanged_inputs_are_named_and_refused_unless_told(place, state, tmp_pa
     assert fingerprints(config, [items], []) == before
 
 
-def test_an_exchanged_evaluation_is_named(place):
-    """By its own problems, not those of the training."""
+def test_an_exchanged_evaluation_or_dataset_is_named(place):
+    """By its own problems, not those of the training or of another dataset."""
     config = config_of(place, eval_dataset="arithmetic")
     before, *others = (
         fingerprints(config, [[problem(i)]], evaluated)
@@ -113,6 +113,9 @@ def test_an_exchanged_evaluation_is_named(place):
     )  # fmt: skip
     changed = [{name for name in before if before[name] != other[name]} for other in others]
     assert changed == [{"eval_dataset arithmetic"}, {"eval_dataset arithmetic"}, {"dataset gsm8k"}]
+    config = config_of(place, dataset=("gsm8k", "math"))
+    before, other = (fingerprints(config, [[problem(0)], [problem(1, answer)]], []) for answer in "12")
+    assert {name for name in before if before[name] != other[name]} == {"dataset math"}
 
 
 def test_results_of_other_problems_or_of_another_run_are_not_kept(state, tmp_path):
