@@ -76,6 +76,16 @@ def test_a_record_that_lacks_a_column_is_left_out_and_counted(tmp_path, first):
     assert sorted(problem.prompt for problem in load_dataset(path, "train").problems) == ["p", "q", "r"]
 
 
+def test_every_file_of_a_directory_has_its_columns(tmp_path):
+    rows = {"question": "1?", "answer": "1", "level": 1}, {"question": "2?", "answer": "2", "hint": "x"}
+    for number, row in enumerate(rows):
+        (tmp_path / f"train-{number}.jsonl").write_text(json.dumps(row))
+    assert load_dataset(str(tmp_path), "train").unread == ("hint", "level")
+    (tmp_path / "train-1.jsonl").write_text('{"question": "2?"}')
+    with pytest.raises(DataError, match=r"train-1\.jsonl has no column 'answer'"):
+        load_dataset(str(tmp_path), "train")
+
+
 def test_a_number_behind_the_splits_name_is_another_name(tmp_path):
     for name in ("train1.parquet", "training.parquet", "train_a.parquet", "train-0.parquet"):
         (tmp_path / name).touch()
