@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from processes import missing_sandbox
@@ -11,6 +12,7 @@ from qerl_jax.rewards import code as programs
 from qerl_jax.rewards.code import code, extract_program
 from qerl_jax.rewards.load import load_rewards
 from qerl_jax.rewards.outcomes import RewardError, TimedOut, Unparsed
+from qerl_jax.rewards.sandbox import Result
 from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.prepare import check
 
@@ -75,6 +77,22 @@ def test_code_takes_no_longer_than_its_limit():
     values = code(completions=[program] * 2, verification_info=[info] * 2, reward_timeout=[0.0, 1.5])
     assert values == [0, 0.25] and all(isinstance(value, TimedOut) for value in values)
     assert time.monotonic() - started < 4.9  # a test alone may take 5
+
+
+def test_a_test_has_what_the_tests_before_it_left_of_the_limit(monkeypatch):
+    """Seven seconds, and tests of two that would pass: the fourth has one left, and the fifth none."""
+    clock, given = [0.0], []
+
+    def run(program: str, stdin: str, seconds: float) -> Result:
+        given.append(seconds)
+        clock[0] += 2
+        return Result(True, "1", False)
+
+    monkeypatch.setattr(programs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(programs.sandbox, "run", run)
+    info = {"test_cases": [stdio("", "1")] * 5}
+    (value,) = code(completions=[block("print(1)")], verification_info=[info], reward_timeout=[7.0])
+    assert given == [5, 5, 3, 1] and value == 4 / 5 and isinstance(value, TimedOut)
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
