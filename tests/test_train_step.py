@@ -235,6 +235,17 @@ def test_what_is_written_of_a_step(step):
         np.testing.assert_array_equal(file["advantages"], batch.advantages)  # of two updates that were skipped
 
 
+def test_accuracy_is_by_the_verdict_of_the_largest_weight(step):
+    state, experience, batch, update, sigma = step.calls.record
+    state, parts = state.replace(opt_state=state.optimizer.init(norms(0.0))), experience.reward_parts
+    experience = dataclasses.replace(experience, reward_parts={"answer": parts["other"], "dapo": parts["spy"]})
+    config = dataclasses.replace(step.config, reward_funcs=("answer", "dapo"), reward_weights=(1.0, 2.0))
+    with Recorder(dataclasses.replace(step.run, config=config), None, STEP, 1000) as recorder:
+        recorder.phases._untaken.update({"rollout": 2.0, "grading": 0.5, "update": 1.5})
+        metrics = recorder.record(state, experience, batch, update | {"skipped": jnp.float32(0)}, sigma)
+    assert metrics["accuracy"] == pytest.approx(3 / 5)
+
+
 def test_the_end_of_a_run(step, tmp_path):
     """The trained policy is what is evaluated, under the evaluation's settings and by its dataset's reward, and what is
     exported before that. Replicas share the evaluation's problems.

@@ -30,7 +30,7 @@ from qerl_jax.run import memory
 from qerl_jax.run.abstract import abstract_run, abstract_trees
 from qerl_jax.run.dry_run import memory_table, parameter_table
 from qerl_jax.run.memory import MemoryEstimate, MemoryReport, ParameterRow, RolloutMemory, memory_report
-from qerl_jax.run.prepare import load, refuse_rollout
+from qerl_jax.run.prepare import load, refuse_rollout, smallest
 
 SHAPES = Path(__file__).parent.parent / "data" / "qwen2.5_configs"
 
@@ -123,6 +123,10 @@ def test_a_model_that_does_not_fit_a_gpu_is_told_over_how_many_it_does():
     undivided = dataclasses.replace(config, batch_invariant=True)  # but over two, and with any number of processes
     for fits in (memory.run_fits, memory.evaluation_fits):
         assert [fits(undivided, 141e9, 4, size) for size in (2, 4)] == [True, False]
+
+
+def test_replicas_plan_for_the_smallest_device():
+    assert (smallest([3, 2, 4]), smallest([2]), smallest([2, None])) == (2, 2, None)
 
 
 def test_processes_need_memory_for_their_own_completions():

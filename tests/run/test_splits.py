@@ -16,6 +16,8 @@ from qerl_jax.config import Config
 from qerl_jax.data.files import DataError
 from qerl_jax.data.presets import PROMPT_FORMATS
 from qerl_jax.data.problems import load_dataset
+from qerl_jax.run import prepare
+from qerl_jax.run.choose_rewards import with_rewards
 from qerl_jax.run.prepare import load, load_problems
 
 
@@ -51,6 +53,24 @@ def test_training_and_evaluation_read_their_own_splits(tmp_path, is_bundled):
     assert bundled[:20] == [(6 + i, *row) for i, row in enumerate(of_package("train", 20))]
     wanted = of_package("test", 3) if is_bundled else rows("test")[:3]
     assert read(evaluation) == [(i, *row) for i, row in enumerate(wanted)]
+
+
+def test_each_dataset_must_have_its_own_split(tmp_path):
+    """Before anything is loaded."""
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / f"{split}.jsonl").touch()
+
+    def check(trained_on: str, evaluated: str) -> None:
+        places = {"dataset": str(tmp_path / trained_on), "eval_dataset": str(tmp_path / evaluated)}
+        prepare.check(
+            with_rewards(Config("tiny", max_completion_length=16, output_dir=str(tmp_path / "run"), **places))
+        )
+
+    check("train", "test")
+    for wrong in ("train", "test"):
+        with pytest.raises(DataError, match="has no file of the split '" + ("test" if wrong == "train" else "train")):
+            check(wrong, wrong)
 
 
 def test_an_evaluation_needs_answers_and_training_does_not(tmp_path):
