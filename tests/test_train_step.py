@@ -40,7 +40,7 @@ from qerl_jax.rl.plan import UpdatePlan
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import lifecycle
 from qerl_jax.run.grading import Grading
-from qerl_jax.run.hooks import Hooks
+from qerl_jax.run.hooks import Hooks, with_objects
 from qerl_jax.run.lowering_workers import LoweringWorkers
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
@@ -233,6 +233,20 @@ def test_what_is_written_of_a_step(step):
     assert "accuracy" not in row and row["step_time"] == 4.0
     with np.load(step.run.directory / "nonfinite" / f"step_{STEP + 1:06d}.npz") as file:
         np.testing.assert_array_equal(file["advantages"], batch.advantages)  # of two updates that were skipped
+
+
+def test_functions_and_records_of_the_users_are_named_by_their_argument(step):
+    def mine(completions, **_):
+        return [0.0] * len(completions)
+
+    records, perturb = [{"question": "1?", "answer": "1"}], step.run.given["perturb"]
+    for objects, wanted in (
+        (([mine], records, None), {"reward_funcs": "mine", "train_dataset": "train_dataset"}),
+        ((None, None, records), {"eval_dataset": "eval_dataset"}),
+    ):
+        config = with_objects(dataclasses.replace(step.config, reward_weights=None), *objects)
+        run = dataclasses.replace(step.run, config=config)
+        assert run.given == {"perturb": perturb, **wanted}
 
 
 def test_accuracy_is_by_the_verdict_of_the_largest_weight(step):

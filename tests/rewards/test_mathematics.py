@@ -77,6 +77,7 @@ def test_dapo(completion, gold, value):
         # interval as the set of its ends.
         ("<answer>0.0000002</answer>", "0.0000001", 0),
         ("<answer>0.0000002x</answer>", "0.0000001", 0),
+        ("<answer>0.0000002</answer>", "\\frac{\\sqrt{2}}{10000000}", 0),
         ("<answer>1, 2, \\ldots, 10</answer>", "\\{1, 2, 10\\}", 0),
         ("<answer>\\{1, 2, \\ldots, 10\\}</answer>", "\\{1, 2, \\ldots, 10\\}", 1),
         ("<answer>(1,5)</answer>", "\\{1,5\\}", 0),
