@@ -11,7 +11,7 @@ from attention_oracle import dense, visible
 
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl.flash_attention import views
-from qerl_jax.rl.head import HeadShape, head_logprobs
+from qerl_jax.rl.head import HeadShape, _to_places, head_logprobs
 from qerl_jax.rl.micro_batches import Assignment, PackShape, assign, pack, packed_tokens, predictors, prompts_of
 from qerl_jax.rl.segment_attention import segment_attention, segment_attention_backward
 from qerl_jax.types import Sampling
@@ -58,6 +58,8 @@ def test_assignment_by_hand():
     assert found.rows.tolist() == [[2, 0, 3, 1], [4, -1, -1, -1]] and found.prefix_of[0].tolist() == [0, 0, 0, 1]
     nothing = assign(np.zeros(2, int), np.ones(2, int), np.zeros(2, int), PackShape(20, 2, 4, 9, 4, 5))
     assert nothing.rows.tolist() == [[-1, -1, -1, -1]]
+    long_first = assign(np.array([3, 3, 3, 10]), np.ones(4, int), np.array([0, 0, 0, 1]), PackShape(20, 2, 4, 10, 1, 9))
+    assert long_first.rows.tolist() == [[3, 0, 1, 2]]  # ten tokens are more than nine
 
 
 def test_few_sequences_lie_beside_a_long_segment():
@@ -78,6 +80,13 @@ def test_kinds_of_micro_batches():
     assert [shape.holding(n) for n in (1, 4, 5, 9)] == [many, many, few, few]
     assert set(shape.kinds()) == {few, many} and [shape.most_suffixes(n) for n in (4, 5)] == [8, 3]
     assert few.holding(1) == few.holding(9) == few and few.kinds() == [few] and few.most_suffixes(9) == 3
+
+
+def test_a_layout_has_room_for_every_prefix_and_suffix():
+    """32 and 128 at least, so that most groups share their programs; beyond, a power of two."""
+    for sizes, room in {(2, 8): (32, 128), (33, 128): (64, 128), (32, 129): (32, 256)}.items():
+        roomy = PackShape(2048, *sizes, 9, 3, 6).roomy()
+        assert (roomy.prefixes, roomy.suffixes) == room
 
 
 def test_prefixes_and_suffixes_that_are_full_open_a_micro_batch():
@@ -106,7 +115,8 @@ def test_prompts_are_equal_where_all_their_tokens_are():
 
 def test_places_of_tokens_by_hand():
     """Rows 2 and 0 share a prompt of three tokens, row 1 has one of its own token. What the head finds there is
-    written into these three rows; the empty segment writes none, of a batch without another row either.
+    written into these three rows; the empty segment writes none, of a batch without another row either. Gradients go
+    to the places that predict.
     """
     tokens = jnp.array([[10, 11, 12, 13, 0], [20, 21, 0, 0, 0], [10, 11, 12, 30, 31]])
     shape = PackShape(12, 3, 4, 5, 4, 5)
@@ -130,6 +140,13 @@ def test_places_of_tokens_by_hand():
     found = head_logprobs(shape, Sampling(1).distribution, *arguments)
     np.testing.assert_allclose(found, np.where(mask, logp[own, targets], 0), atol=1e-5)
 
+    of_suffixes = jnp.array([[True, True], [True, False], [True, False], [False, False]])
+    d_states, d_hidden, places = rng.normal(size=(12, 8)).astype(np.float32), np.zeros((12, 8)), [2, 4, 2, 3]
+    np.add.at(d_hidden, places, d_states[:4])  # the first tokens of rows 2 and 0 have one predictor
+    wanted, places = jnp.array([0, 1, 2, 4, *[8] * 8]), jnp.array([*places, *[12] * 8])
+    found = _to_places(jnp.asarray(d_states), wanted, places, of_suffixes, packed)
+    np.testing.assert_allclose(found, d_hidden, atol=1e-6)
+
 
 CASES = {
     "groups": ([9, 6, 7, 12, 10, 4], [4, 4, 4, 7, 7, 2], [0, 0, 0, 1, 1, 2]),
@@ -138,7 +155,10 @@ CASES = {
     "empty completions": ([4, 4], [4, 4], [0, 0]),
     "nothing": ([0, 0], [3, 3], [0, 0]),
     "full": ([20, 20], [10, 10], [0, 0]),
+    "long prompt": ([20, 3, 3], [17, 2, 2], [0, 1, 2]),
+    "long completion": ([20, 3, 3], [3, 1, 2], [0, 1, 2]),
 }
+SHAPES = {"long prompt": PackShape(26, 3, 6, 20, 17, 3), "long completion": PackShape(26, 3, 6, 20, 3, 17)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -146,10 +166,10 @@ def test_attention_and_its_gradient_are_those_of_each_sequence(case):
     """On the filler and of it: zero. The filler is NaN."""
     lengths, prompt_lengths, prompts = map(np.array, CASES[case])
     heads, kv_heads, width = 4, 2, 3
-    shape = PackShape(36, 3, 6, 20, 10, 10, short=4, suffixes_beside_long=2)
+    shape = SHAPES.get(case, PackShape(36, 3, 6, 20, 10, 10, short=4, suffixes_beside_long=2))
     rng = np.random.default_rng(0)
     q, k, v, d_out = (
-        jnp.asarray(rng.normal(size=(36, n, width)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
+        jnp.asarray(rng.normal(size=(shape.tokens, n, width)), jnp.float32) for n in (heads, kv_heads, kv_heads, heads)
     )
     for some in assign(lengths, prompt_lengths, prompts, shape).micro_batches():
         packed = pack(some, jnp.asarray(lengths), jnp.asarray(prompt_lengths), shape.tokens, shape.prefixes)

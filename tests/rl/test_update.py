@@ -269,7 +269,9 @@ def test_any_budget_gives_the_same_update(micro, tokens, gigabytes):
 
 
 def test_few_sequences_beside_a_long_segment_give_the_same_update(micro):
-    """Segments of up to 4 tokens are short; beside a longer one there are three sequences at most."""
+    """Segments of up to 4 tokens are short; beside a longer one there are three sequences at most. A micro-batch
+    holds a prompt once.
+    """
     config, batch = make_config(batch_size=ROWS, importance_sampling_cap=2.0), awkward_batch()
     state = descent(micro, config)
     wanted = grpo_step(state, micro.frozen, batch)
@@ -281,7 +283,10 @@ def test_few_sequences_beside_a_long_segment_give_the_same_update(micro):
         rows = [row for some, _ in own for row in some.rows.tolist() if row >= 0]
         assert sorted(rows) == np.flatnonzero(wanted_rows).tolist()
     sequences = collections.defaultdict(list)
+    prompts = [tuple(row[:length]) for row, length in zip(batch.tokens.tolist(), batch.prompt_lengths, strict=True)]
     for some, kind in found:
+        held = {(prompts[row], prefix) for row, prefix in zip(*map(np.ndarray.tolist, some), strict=True) if row >= 0}
+        assert len(held) == len({prompt for prompt, _ in held}) == len({prefix for _, prefix in held})
         sequences[kind.longest_suffix].append(int((some.rows >= 0).sum()))
     assert max(sequences[usual.pack.longest_suffix]) == 3 < max(sequences[4]), sequences
     close(grpo_step(state, micro.frozen, batch, few), wanted, 2e-6)
@@ -295,15 +300,27 @@ def test_dr_grpo_divides_by_the_limit_where_a_batch_is_narrower():
     assert inputs["weights"].sum() == pytest.approx(mask.sum() / (2 * 100)) and mask.any()
 
 
-def test_a_long_prompt_has_a_shape_that_holds_it():
-    """4 tokens beside short completions; 3 are short."""
+@pytest.mark.parametrize(("prompts", "lengths"), [([4, 2], [6, 4]), ([2, 1], [5, 5])])
+def test_a_long_segment_has_a_shape_that_holds_it(prompts, lengths):
+    """4 tokens, those of the first prompt, or of the last completion, beside short segments; 3 are short."""
     batch, plan = make_batch(64, 0, 2), UpdatePlan(PackShape(64, 2, 4, LENGTH, PROMPT, COMPLETION, 3, 2), 0, 0, 0, 0)
-    batch = batch.replace(prompt_lengths=jnp.asarray([4, 2], jnp.int32), lengths=jnp.asarray([6, 4], jnp.int32))
+    batch = batch.replace(prompt_lengths=jnp.asarray(prompts, jnp.int32), lengths=jnp.asarray(lengths, jnp.int32))
     batch = batch.replace(loss_mask=batch.completion_mask)
     [(some, kind)] = assigned(plan, batch, needs_advantage=False)
-    assert sorted(row for row in some.rows if row >= 0) == [0, 1] and kind == plan.pack.holding(4) != plan.pack.holding(
-        3
-    )
+    assert [row for row in some.rows if row >= 0] == [0, 1] and kind == plan.pack.holding(4) != plan.pack.holding(3)
+
+
+def test_rows_that_are_wider_than_the_limits_have_a_plan_that_holds_them(micro):
+    """A caller's batch, with prompts longer than `max_prompt_length`, comes as far as the first program."""
+
+    def stop(*_):
+        raise InterruptedError
+
+    state = init_state(micro, make_config(batch_size=ROWS, max_prompt_length=PROMPT - 1))
+    pack = make_update_plan(state, micro.frozen, longest=64).pack
+    assert pack.longest >= 64 and pack.longest_prefix >= 64 - COMPLETION
+    with pytest.raises(InterruptedError), calling(stop):
+        grpo_step(state, micro.frozen, awkward_batch())
 
 
 def test_bf16_is_as_exact_as_the_padded_rows(micro_dir, micro):
