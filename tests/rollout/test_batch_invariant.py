@@ -1,6 +1,7 @@
 """`batch_invariant`: the bits of a completion do not depend on its neighbours; without the mode they do."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -12,7 +13,9 @@ from helpers import fp32_policy, randomized
 
 from qerl_jax.checkpoint.assets import model_path
 from qerl_jax.checkpoint.load import load_policy
+from qerl_jax.models.executor import PlainExecutor
 from qerl_jax.models.lora import LoraConfig
+from qerl_jax.models.modules import Norm, RMSNorm
 from qerl_jax.programs import calling
 from qerl_jax.rollout.engine import generate
 from qerl_jax.types import Engine, Policy, Prompts, Sampling
@@ -65,6 +68,17 @@ def assert_the_same_bits(policy: Policy) -> None:
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_norms_of_wider_rows_are_the_same_bits(tmp_path, dtype):
     assert_the_same_bits(wider(tmp_path, "nvfp4", dtype))
+
+
+def test_norms_of_heads_are_the_same_bits():
+    """Those of q and k (Qwen3), of 1 to 72 rows of four heads."""
+    x = np.random.default_rng(0).normal(size=(72, 4, 256)).astype(np.float32)
+    norm, equal = RMSNorm(Norm(jnp.ones(256)), 1e-6, jnp.dtype("float32")), {}
+    for invariant in (True, False):
+        normalize = jax.jit(functools.partial(PlainExecutor(invariant).normalize, norm))
+        equal[invariant] = [np.array_equal(normalize(x[:rows]), normalize(x)[:rows]) for rows in (1, 2, 3, 8)]
+    assert all(equal[True])
+    assert not all(equal[False]), "this machine would not show a difference"
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import FREE_ON_RESUME
 from qerl_jax.programs import calling
 from qerl_jax.rollout.engine import _Decoder, generate
-from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes
+from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes, prefill_bytes
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
 
 PROMPTS = [[5, 9, 2], [7], [3, 3, 8, 1, 60], [40, 41]]
@@ -194,6 +194,7 @@ def test_small_models_have_room_for_other_limits(tool, monkeypatch):
     assert shapes_of("0.5B", H200, 512, 256, free_bytes=free + 9) == mine
     assert shapes_of("0.5B", H200, 512, 256, free_bytes=free - 9) == (512, 32, 1024)
     assert shapes_of("0.5B", H200, 512, 1024) == (512, 128, 1024)  # 12.9 GB
+    assert shapes_of("0.5B", H200, 512, 1096) == (512, 256, 1536)  # results of 137 prompts times 8 have their bucket
     assert shapes_of("1.5B", H200, 512, 256) == shapes_of("0.5B", None, 512, 256) == (512, 32, 1024)
 
 
@@ -300,6 +301,10 @@ def test_small_prefills_are_compiled_where_prompts_wait_for_slots(policy):
     prompts, limits = Prompts.from_lists([[1]] * 16, length=512), np.full(32, NEW)
     shapes = [_Decoder(policy, prompts, FREE, KEY, Engine(slots=slots), limits).prefill_shapes for slots in (32, 31)]
     assert [[shape.tokens for shape in some] for some in shapes] == [[2048, 8192], [512, 2048, 8192]]
+    few = Prompts.from_lists([[1]] * 8, length=512)  # a part, in the programs of all
+    part = _Decoder(policy, few, FREE, KEY, Engine(slots=31, prompts=16), limits[:16])
+    assert part.prefill_shapes == shapes[1]
+    assert part.shapes.prompt_width == 512  # of the array, whatever its prompts have
 
 
 def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy):
@@ -322,6 +327,10 @@ def test_without_memory_gb_the_devices_free_memory_is_the_limit(policy):
     with pytest.raises(ValueError, match=expected):
         shapes_of(need - 2)
     assert shapes_of(need - 2, slots=4).slots == 4
+
+    # Of 8192 tokens, prompts of up to 1024 take four times as many places in rows, longer ones as many as there are.
+    longer = 8192 * 2 * 4 * 32 + 4 * (8192 * (32 + 16 + 16) + 4 * 8192 * 2 * (32 + 16))
+    assert prefill_bytes(policy, 8, 2048, batch_invariant=False) == longer
 
 
 def test_keys_make_the_samples(policy, free):
