@@ -30,7 +30,7 @@ def traced() -> list[str]:
     return []
 
 
-def made(traced: list[str], name: str = "scaled"):
+def made(traced: list[str], name: str = "scaled", module: str = "made"):
     """A function as this project has them, with donated state, a static argument, and a result of weak type."""
 
     def scaled(state, key, factor=2):
@@ -38,7 +38,7 @@ def made(traced: list[str], name: str = "scaled"):
         noise = jax.random.normal(key, state["x"].shape)
         return {"x": jnp.sin(state["x"]) * factor + noise}, key, state.get("number", 1.0), None
 
-    scaled.__module__, scaled.__qualname__ = "qerl_jax.made", name
+    scaled.__module__, scaled.__qualname__ = f"qerl_jax.{module}", name
     return program(scaled, donate_argnums=0, static_argnames="factor")
 
 
@@ -68,7 +68,7 @@ def test_a_later_process_traces_nothing_and_computes_the_same_bits(tmp_path, tra
     assert len(list((tmp_path / "new" / "lowered").iterdir())) == 1
 
 
-@pytest.mark.parametrize("what", ["environment", "static", "name", "keyword", "weak", "part", "nothing"])
+@pytest.mark.parametrize("what", ["environment", "static", "name", "module", "keyword", "weak", "part", "nothing"])
 def test_what_a_program_depends_on_is_traced_anew(tmp_path, traced, what):
     """And a file that a killed machine left in part is replaced."""
     before = ({"x": np.float32(0.5)}, ARGUMENTS[1]) if what == "weak" else ARGUMENTS
@@ -80,10 +80,22 @@ def test_what_a_program_depends_on_is_traced_anew(tmp_path, traced, what):
     kept = LoweredPrograms(tmp_path, b"other" if what == "environment" else b"same")
     arguments = {"weak": ({"x": jnp.asarray(0.5)}, ARGUMENTS[1]), "keyword": ARGUMENTS[:1]}.get(what, ARGUMENTS)
     named = {"static": {"factor": 3}, "keyword": {"key": ARGUMENTS[1]}}.get(what, {})
-    called(made(traced, "other" if what == "name" else "scaled"), kept, arguments, **named)
+    other = {"name": {"name": "other"}, "module": {"module": "other"}}.get(what, {})
+    called(made(traced, **other), kept, arguments, **named)
     assert len(traced) == (1 if what == "nothing" else 2)
     assert len(list(tmp_path.iterdir())) == (1 if what in ("part", "nothing") else 2)
     assert len(file.read_bytes()) == len(whole)
+
+
+def test_a_program_within_another_is_a_part_of_it(tmp_path, traced):
+    inner = made(traced, "inner")
+
+    def outer(state, key):
+        return inner(state, key)
+
+    outer.__module__, outer.__qualname__ = "qerl_jax.made", "outer"
+    [found] = record(lambda: program(outer)(*ARGUMENTS), kept=LoweredPrograms(tmp_path, b"same"))
+    assert found.name.startswith("outer-") and [file.name for file in tmp_path.iterdir()] == [found.name]
 
 
 def test_functions_that_text_cannot_name(tmp_path, traced):
@@ -122,9 +134,9 @@ def test_a_program_is_lowered_for_the_gpu_that_is_asked_about():
     assert platforms == [("cpu",), ("cuda",)]
 
 
-def test_sources_and_only_those_of_a_command_decide(tmp_path):
-    """Another byte is another environment, also of the GPU's own tuning table; a source newer than the process, or a
-    process that may have replaced functions, keeps nothing.
+def test_sources_and_only_those_of_a_command_decide(tmp_path, monkeypatch):
+    """Another byte is another environment, also of the GPU's own tuning table, and so are XLA's flags; a source newer
+    than the process, or a process that may have replaced functions, keeps nothing.
     """
     file = tmp_path / "module.py"
     file.write_text("x = 1")
@@ -138,6 +150,9 @@ def test_sources_and_only_those_of_a_command_decide(tmp_path):
         with dispatch.lowering_for(dataclasses.replace(H200, own_table=str(tmp_path / "table.json"))):
             tables.append(environment([file]))
     assert tables[0] != tables[1]
+    after = environment([file])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    assert environment([file]) != after
     os.utime(file, (1, 1))
     was = jax.config.jax_compilation_cache_dir
     try:

@@ -107,6 +107,15 @@ def test_a_weakly_typed_number_has_a_program_of_its_own():
     assert [result.dtype for result in results] == [jnp.bfloat16, jnp.float32] and len(known) == 2
 
 
+def test_a_dtype_has_a_program_of_its_own():
+    @program
+    def doubled(x):
+        return x + x
+
+    with Ahead(1) as ahead:
+        assert [len(ahead.begin(doubled, np.ones(3, kind))) for kind in (np.float32, np.int32, np.float32)] == [1, 1, 0]
+
+
 SETTINGS = {
     "nvfp4, trained norms, KL, two updates": [
         *("--weight-format", "nvfp4", "--dtype", "float32", "--train-norms", "--beta", "0.1", "--num-iterations", "2")
