@@ -14,6 +14,7 @@ from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.linear import XlaMatmuls, xla_matmuls
 from qerl_jax.rl import plan as update_plan
 from qerl_jax.rl.activations import Keeps, LayerBytes, layer_bytes, peak_bytes
+from qerl_jax.rl.flash_attention import views
 from qerl_jax.rl.micro_batches import PackShape
 from qerl_jax.rl.plan import UpdatePlan, choose_plan
 
@@ -49,6 +50,19 @@ def test_layers_that_recompute_need_no_memory_where_those_behind_them_are_freed(
     layers = UpdatePlan(PACK, 0, 2, 0, 0).layers(8)
     assert layers == [Keeps.ALL_BUT_GATE_UP] * 2 + [Keeps.ALL] * 6
     assert peak_bytes(layers, need) == 9 * 1 + 8 * 10 + 6 * 20 + 40
+
+
+def test_attention_and_the_head_by_hand():
+    """1024 tokens with 256 features of four heads. In bf16 20 prefixes are a row, though they and 20 suffixes are three
+    segments in each of 16 rows: gradients of 8 bytes for each segment of the larger number, and statistics for all. In
+    fp32 three arrays of scores, of a suffix to itself and its prefix. The head has no more logits than tokens.
+    """
+    pack, config = PackShape(1024, 20, 20, 64, 48, 32), make_config(logprob_chunk_size=2000)
+    bf16, fp32 = (layer_bytes(MODEL, itemsize, pack, config, XlaMatmuls()) for itemsize in (2, 4))
+    assert views(pack) == (16, 3)
+    assert bf16.attention == 1024 * 256 * (4 * 2 + 8 * 20) + 4 * 4 * 1024 * (3 + 20)
+    assert fp32.attention == 1024 * 256 * 4 * 4 + 3 * 4 * 4 * 32 * 64
+    assert bf16.head == 1024 * 512 * (4 + 2) + 1024 * 256 * (4 + 2 * 2)
 
 
 @pytest.mark.parametrize(
