@@ -148,3 +148,14 @@ def test_a_gpu_takes_its_own_table_where_that_is_sound(monkeypatch, tmp_path, ca
     assert tuning.config_for(32, 3584, 3584, gpu=gpus[0]).tile_m == 32  # for more rows, the tier's table
     said = [record.message for record in caplog.records]
     assert len(said) == (1 if fault else 0) and all(f"{path}: left out, " in one and fault in one for one in said)
+
+
+def test_the_users_table_comes_before_the_one_that_comes_with_the_kernels(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    theirs, path_of = tmp_path / "tuning_gpu-8-9.json", tuning.path_of
+    monkeypatch.setattr(tuning, "path_of", lambda name: theirs if name == theirs.name else path_of(name))
+    mine = user_table("GPU 8.9")
+    mine.parent.mkdir(parents=True)
+    for table in (theirs, mine):
+        table.write_text(json.dumps({"meta": {"gpu": "GPU 8.9"}, "rows": [ROW]}))
+        assert dispatch.facts(device("8.9")).own_table == str(table)

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import runs
 import small
+from jax._src import clusters
 from qerl_kernels.gpu import H200, Gpu
 from replicas import Store, ThreadLink
 
@@ -191,6 +192,17 @@ def test_the_cluster_that_started_a_process_gives_its_place():
     cluster = types.SimpleNamespace(get_local_process_id=lambda: 2)
     start = launch.start_of(launch.Devices(devices="3"), 4, cluster)
     assert start == launch.Start(place=(None, None, None, range(2, 3)))
+
+
+def test_a_pod_is_one_of_several_in_an_indexed_job_alone(monkeypatch):
+    class K8sCluster:
+        opt_in_only_method, is_env_present, get_process_count = False, lambda: True, lambda: 2
+
+    monkeypatch.setattr(clusters.ClusterEnv, "_cluster_types", [K8sCluster])
+    monkeypatch.delenv("JOB_COMPLETION_INDEX", raising=False)
+    assert launch._cluster() is None
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    assert launch._cluster() is K8sCluster
 
 
 @pytest.mark.parametrize(

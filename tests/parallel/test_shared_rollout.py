@@ -85,7 +85,10 @@ def experience_of(whole: Rollout, places: list[int]) -> Experience:
 @pytest.mark.parametrize("count", [2, 4, 6])
 @pytest.mark.parametrize("entropies", [True, False])
 def test_all_replicas_gather_the_experience_of_one(whole, count, entropies):
-    whole = whole if entropies else whole.replace(entropies=None)
+    """In its width, also where no row fills that."""
+    tokens = np.pad(whole.tokens, ((0, 0), (0, 3)), constant_values=PAD)
+    whole = jax.tree.map(lambda array: jnp.pad(array, ((0, 0), (0, 3))) if array.ndim == 2 else array, whole)
+    whole = whole.replace(tokens=jnp.asarray(tokens), **({} if entropies else {"entropies": None}))
     wanted = experience_of(whole, list(range(len(IDS))))
 
     def gathered(replicas: Replicas) -> Experience:
