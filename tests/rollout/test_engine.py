@@ -18,6 +18,7 @@ from qerl_jax.checkpoint.hf_config import parse_config
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import FREE_ON_RESUME
 from qerl_jax.programs import calling
+from qerl_jax.rollout import decode
 from qerl_jax.rollout.engine import _Decoder, generate
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes, prefill_bytes
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
@@ -168,6 +169,16 @@ def test_room_for_more_changes_no_sample(policy):
     roomy, tight = (generate(policy, prompts, sampling, KEY, each) for each in (Engine(), engine))
     assert roomy.tokens.shape == tight.tokens.shape == (2 * GROUP, 66)
     assert_same_rows(roomy, range(2 * GROUP), tight, range(2 * GROUP))
+
+
+def test_caches_have_the_width_of_their_own_tokens(policy):
+    """Prompts of up to 16 tokens, completions of up to 24; two key/value heads of 8 features."""
+    shapes = RolloutShapes(slots=3, prompt_slots=2, prompt_width=16, completion_width=24, rows=5, cache_bytes=0)
+    prompts, slots = decode.allocate(KEY, policy.config, policy.dtype, shapes)
+    assert {array.shape for array in jax.tree.leaves(prompts.cache)} == {(2, 2, 16, 8)}
+    assert {array.shape for array in jax.tree.leaves(slots.cache)} == {(3, 2, 24, 8)}
+    done = slots.completions
+    assert {array.shape for array in (done.tokens, done.logprobs, done.entropies)} == {(5, 24)}
 
 
 def test_small_models_have_room_for_other_limits(tool, monkeypatch):
