@@ -52,17 +52,27 @@ def test_layers_that_recompute_need_no_memory_where_those_behind_them_are_freed(
     assert peak_bytes(layers, need) == 9 * 1 + 8 * 10 + 6 * 20 + 40
 
 
-def test_attention_and_the_head_by_hand():
-    """1024 tokens with 256 features of four heads. In bf16 20 prefixes are a row, though they and 20 suffixes are three
+def test_the_bytes_of_a_layer_and_of_the_head_by_hand():
+    """1024 tokens with 256 features, 384 of six heads and 128 of two, and 512 of gate and of up. Kept are q, k and v,
+    attention's output, and what it adds. In bf16 20 prefixes are a row, though they and 20 suffixes are three
     segments in each of 16 rows: gradients of 8 bytes for each segment of the larger number, and statistics for all. In
     fp32 three arrays of scores, of a suffix to itself and its prefix. The head has no more logits than tokens.
     """
     pack, config = PackShape(1024, 20, 20, 64, 48, 32), make_config(logprob_chunk_size=2000)
-    bf16, fp32 = (layer_bytes(MODEL, itemsize, pack, config, XlaMatmuls()) for itemsize in (2, 4))
+    model = dataclasses.replace(MODEL, num_heads=6)
+    bf16, fp32 = (layer_bytes(model, itemsize, pack, config, XlaMatmuls()) for itemsize in (2, 4))
     assert views(pack) == (16, 3)
-    assert bf16.attention == 1024 * 256 * (4 * 2 + 8 * 20) + 4 * 4 * 1024 * (3 + 20)
-    assert fp32.attention == 1024 * 256 * 4 * 4 + 3 * 4 * 4 * 32 * 64
+    assert (bf16.input, bf16.gate_up) == (4 * 1024 * 256, 2 * 1024 * 2 * 512)
+    assert bf16.rest == 2 * 1024 * (384 + 2 * 128 + 384 + 256) + 4 * 1024 * 6
+    assert bf16.mlp == 1024 * (2 * (4 * 512 + 2 * 256) + 4 * 3 * 256)
+    assert bf16.attention == 1024 * 384 * (4 * 2 + 8 * 20) + 4 * 6 * 1024 * (3 + 20)
+    assert fp32.attention == 1024 * 384 * 4 * 4 + 3 * 4 * 6 * 32 * 64
     assert bf16.head == 1024 * 512 * (4 + 2) + 1024 * 256 * (4 + 2 * 2)
+    # Where XLA multiplies: sums in fp32 of gate and up, and where the whole layer runs again of its other results.
+    by_xla = layer_bytes(model, 2, pack, config, XlaMatmuls(wide_bytes=8, dequantized_bytes=1000))
+    assert by_xla.forward == 2 * 1024 * (512 + 256) + 8 * 1024 * 2 * 512 + 1000
+    assert by_xla.gate_up_again - by_xla.mlp == 8 * 1024 * 2 * 512
+    assert by_xla.layer_again - by_xla.gate_up_again == 8 * 1024 * 256
 
 
 @pytest.mark.parametrize(
