@@ -155,16 +155,18 @@ CASES = {
     "empty completions": ([4, 4], [4, 4], [0, 0]),
     "nothing": ([0, 0], [3, 3], [0, 0]),
     "full": ([20, 20], [10, 10], [0, 0]),
+}
+LONG = {  # with a shape of their own
     "long prompt": ([20, 3, 3], [17, 2, 2], [0, 1, 2]),
     "long completion": ([20, 3, 3], [3, 1, 2], [0, 1, 2]),
 }
 SHAPES = {"long prompt": PackShape(26, 3, 6, 20, 17, 3), "long completion": PackShape(26, 3, 6, 20, 3, 17)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | LONG)
 def test_attention_and_its_gradient_are_those_of_each_sequence(case):
     """On the filler and of it: zero. The filler is NaN."""
-    lengths, prompt_lengths, prompts = map(np.array, CASES[case])
+    lengths, prompt_lengths, prompts = map(np.array, (CASES | LONG)[case])
     heads, kv_heads, width = 4, 2, 3
     shape = SHAPES.get(case, PackShape(36, 3, 6, 20, 10, 10, short=4, suffixes_beside_long=2))
     rng = np.random.default_rng(0)
