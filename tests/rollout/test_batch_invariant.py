@@ -78,8 +78,7 @@ def test_norms_of_heads_are_the_same_bits():
         normalize = jax.jit(functools.partial(PlainExecutor(invariant).normalize, norm))
         equal[invariant] = [np.array_equal(normalize(x[:rows]), normalize(x)[:rows]) for rows in (1, 2, 3, 8)]
     assert all(equal[True])
-    if all(equal[False]):
-        pytest.skip("this machine shows no difference without the mode")
+    assert not all(equal[False]), "this machine would not show a difference"
 
 
 @pytest.mark.gpu
