@@ -101,10 +101,8 @@ def test_a_hopper_is_told_which_jax_makes_its_kernels_slower(version, capability
 
 
 def test_the_packages_for_a_gpu_stop_before_the_jax_that_makes_kernels_slower():
-    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    assert extras["cuda13"] == [f"jax[cuda13]<{'.'.join(map(str, KERNELS_SLOWER_WITH_JAX))}"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["cuda13"] == [f"jax[cuda13]<{'.'.join(map(str, KERNELS_SLOWER_WITH_JAX))}"]
 
 
 def test_a_cpu_is_told_nothing():
