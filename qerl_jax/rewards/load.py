@@ -18,8 +18,8 @@ from qerl_jax.rewards.outcomes import STORED_ANSWER, Reward, RewardError, TimedO
 from qerl_jax.rewards.pool import Rows, WorkerPool
 
 IN_WORKERS = ("math_verify", "code")
-"""Built-in rewards without a bound on their time: graded in workers, one completion a task. The other built-in rewards
-are linear-time searches, cheaper than a worker's round trip."""
+"""Built-in rewards without a bound on their time: graded in workers. The other built-in rewards are linear-time
+searches, cheaper than a worker's round trip."""
 log = logging.getLogger("qerl_jax")
 
 
@@ -28,16 +28,21 @@ class Rewards(dict[str, Reward]):
 
     pool: WorkerPool | None = None
 
-    def begin(self, rows: Rows) -> None:
-        """Have rewards begin with all rows of a prompt (`functions.as_rows`). The next call takes the values where it
-        has the same rows among others.
+    def begin(self, rows: Rows, whole: bool) -> None:
+        """Have rewards begin with rows (`functions.as_rows`). The next call takes the values where it has the same rows
+        among others.
 
-        A reward begins if it sees the rows of one prompt at a time and cannot hold up this process: those in workers,
-        and the built-in ones but for `IN_WORKERS`. A function given as an object is called in order, by `score` alone.
+        A reward begins if it grades in tasks and cannot hold up this process: those in workers, and the built-in ones
+        but for `IN_WORKERS`. A function given as an object is called in order, by `score` alone.
+
+        Args:
+          rows: with the columns `outcomes.GIVEN_COLUMNS`.
+          whole: True: all rows of each of some prompts, in order, for the rewards that see them together; False: any
+            rows, for the built-in rewards, whose values each depend on one row alone.
         """
         for reward in self.values():
             if isinstance(reward, _TaskwiseReward):
-                reward.begin(rows)
+                reward.begin(rows, whole)
 
     def __enter__(self) -> Rewards:
         return self
@@ -77,8 +82,8 @@ def load_rewards(
     """Rewards by name, ready to be called.
 
     Args:
-      names: as in `functions.load_reward`. "file.py:function" and those of `IN_WORKERS` are graded in workers; a task
-        of a function of the user's has all completions of one prompt.
+      names: as in `functions.load_reward`. "file.py:function" and those of `IN_WORKERS` are graded in workers. A task
+        is one completion; for a function of the user's it is all completions of one prompt.
       workers: number of processes; 0 grades everything in this process, without a time limit.
       timeout: time limit of a worker's task in seconds.
       warn: called once with a message when a task reaches the time limit.
@@ -123,35 +128,41 @@ def _as_in_trl(task: dict[str, Any]) -> dict[str, Any]:
     return task
 
 
+def _place(task: Rows) -> tuple[int, int]:
+    """Prompt of a task and tokens of its first completion: few tasks share both."""
+    return task["prompt_index"][0], task["completion_lengths"][0]
+
+
 class _TaskwiseReward:
     """A reward over all rows that grades them in tasks: one row each, or the rows of one prompt."""
 
     def __init__(self, name: str, grader: WorkerPool | _Here, begins: bool, warn: Callable[[str], None]):
         self._name, self._grader, self._begins, self._warn = name, grader, begins, warn
-        self._has_warned = False
-        self._begun: dict[int, list[tuple[Rows, Any]]] = {}  # by prompt: tasks and what the grader has of them
+        self._has_warned, self._is_rowwise = False, name in functions.BUILT_IN
+        self._begun: dict[tuple[int, int], list[tuple[Rows, Any]]] = {}  # by `_place`: tasks and what the grader has
 
-    def begin(self, rows: Rows) -> None:
-        if self._begins:
-            tasks = self._tasks(rows)
-            self._begun[rows["prompt_index"][0]] = [(task, self._grader.begin(self._name, task)) for task in tasks]
+    def begin(self, rows: Rows, whole: bool) -> None:
+        if self._begins and whole != self._is_rowwise:
+            for task in self._tasks(rows):
+                self._begun.setdefault(_place(task), []).append((task, self._grader.begin(self._name, task)))
 
     def _tasks(self, rows: Rows) -> list[Rows]:
         count = len(rows["completions"])
-        if self._name in IN_WORKERS:
+        if self._is_rowwise:
             indices = [[i] for i in range(count)]
         else:
             prompt = rows.get("prompt_index", rows["prompts"])
             indices = [list(task) for _, task in groupby(range(count), key=lambda i: prompt[i])]
         tasks = [{name: [column[i] for i in chosen] for name, column in rows.items()} for chosen in indices]
-        return tasks if self._name in functions.BUILT_IN else [_as_in_trl(task) for task in tasks]
+        return tasks if self._is_rowwise else [_as_in_trl(task) for task in tasks]
 
     def __call__(self, **rows: Sequence[Any]) -> list[float | None]:
         count, tasks, begun = len(rows["completions"]), self._tasks(rows), {}
-        for i, task in enumerate(tasks):
-            waiting = self._begun and self._begun.get(task["prompt_index"][0])
-            if waiting and waiting[0][0] == task:
-                begun[i] = waiting.pop(0)[1]
+        for i, task in enumerate(tasks if self._begun else ()):
+            waiting = self._begun.get(_place(task), [])
+            if same := [one for one in waiting if one[0] == task]:
+                begun[i] = same[0][1]
+                waiting.remove(same[0])
         self._begun = {}
         values = [value for task in self._grader.grade(self._name, tasks, begun) for value in task]
         late = sum(isinstance(value, TimedOut) for value in values)

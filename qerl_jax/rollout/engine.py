@@ -38,14 +38,14 @@ class Progress:
       ended: completions that have ended, or will have with the chunks already sent to the device.
       rows: completions of the rollout, B.
       tokens: completion tokens sampled so far.
-      groups: prompts all of whose completions have ended since the `Progress` before, with the token ids of each, EOS
-        included, in the order of the rows.
+      completions: token ids, EOS included, of the completions that have ended since the `Progress` before, by row
+        p · G + g.
     """
 
     ended: int
     rows: int
     tokens: int
-    groups: Mapping[int, list[list[int]]]
+    completions: Mapping[int, list[int]]
 
 
 def generate(
@@ -171,8 +171,8 @@ class _Decoder:
         self.most, self.chunk = most, engine.chunk
         self.schedule = Schedule(len(self.lengths), group, self.shapes.slots, self.shapes.prompt_slots)
         self.budget = np.zeros(self.shapes.slots, np.int64)  # tokens that the sequence of each slot may still request
-        self.sampled: list[list[int]] = [[] for _ in limits]  # tokens of each sequence
-        self.decoding = set(range(len(limits)))  # sequences whose last token has not been read
+        # Tokens of each sequence whose last one has not been read.
+        self.sampled: dict[int, list[int]] = {sequence: [] for sequence in range(len(limits))}
         self.progress = Progress(0, len(limits), 0, {})
 
     def steps(self) -> Iterator[Progress]:
@@ -244,7 +244,7 @@ class _Decoder:
         """Wait for a chunk and end the sequences that ended in it."""
         active, sampled = np.asarray(active), np.asarray(sampled).T.tolist()
         # Compaction may have moved it since.
-        slot_then = {sequence: slot for slot, sequence in enumerate(sequences) if sequence is not None}
+        slot_then = {sequence: slot for slot, sequence in enumerate(sequences) if sequence in self.sampled}
         new = {sequence: [token for token in sampled[slot] if token >= 0] for sequence, slot in slot_then.items()}
         for sequence, tokens in new.items():
             self.sampled[sequence] += tokens
@@ -254,15 +254,8 @@ class _Decoder:
             self.progress,
             ended=self.progress.rows - self.schedule.queued - len(self.schedule.live),
             tokens=self.progress.tokens + sum(map(len, new.values())),
-            groups=self._complete(ended),
+            completions={sequence: self.sampled.pop(sequence) for sequence in sorted(ended)},
         )
-
-    def _complete(self, ended: set[int]) -> dict[int, list[list[int]]]:
-        """The tokens of the groups that are complete with these sequences, some of which had ended before."""
-        ended, group = ended & self.decoding, self.schedule.group
-        self.decoding -= ended
-        rows = {prompt: range(prompt * group, (prompt + 1) * group) for prompt in sorted({s // group for s in ended})}
-        return {p: self.sampled[r.start : r.stop] for p, r in rows.items() if self.decoding.isdisjoint(r)}
 
     def _refill(self) -> None:
         loads, admissions = self.schedule.fill()

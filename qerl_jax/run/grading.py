@@ -30,22 +30,29 @@ class Grading:
     def __init__(self, run: Run, problems: Sequence[EncodedProblem]):
         self._run, self._problems = run, problems
         self._tokenizer = Remembering(run.policy.tokenizer)
+        self._ended: dict[int, tuple[str, int]] = {}  # text and tokens of completions, by row
         self._rows = functools.partial(reward_rows, run.config, [item.problem for item in problems])
 
     def begin(self, progress: Progress) -> None:
-        """Decode the texts of the groups that have just ended and have the rewards begin with them (`Rewards.begin`).
-        `finish` asks for the same again, which is then there; the groups that end last are left to it, because the
-        device has nothing to do beside them.
+        """Decode the texts of the completions that have just ended, and have the rewards begin with them and with the
+        prompts that are complete with them (`Rewards.begin`). `finish` asks for the same again, which is then there;
+        the completions that end last are left to it, because the device has nothing to do beside them.
         """
         if progress.ended == progress.rows:
             return
-        own = self._run.replicas.share(len(self._problems))
+        own, group = self._run.replicas.share(len(self._problems)), self._run.config.num_generations
         eos_ids = self._run.policy.config.eos_token_ids
-        for place, group in progress.groups.items():
-            prompt = self._problems[own[place]].tokens
-            texts = [completion_text(prompt, ids, bool(ids) and ids[-1] in eos_ids, self._tokenizer) for ids in group]
-            rows, columns = self._rows([own[place]] * len(group), texts, list(map(len, group)))
-            self._run.rewards.begin(as_rows(*rows, **columns))
+        for row, ids in progress.completions.items():
+            prompt, has_eos = self._problems[own[row // group]].tokens, bool(ids) and ids[-1] in eos_ids
+            text = completion_text(prompt, ids, has_eos, self._tokenizer)
+            self._ended[row] = text, len(ids)
+        prompts = [range(p * group, (p + 1) * group) for p in sorted({row // group for row in progress.completions})]
+        whole = [row for rows in prompts if self._ended.keys() >= set(rows) for row in rows]
+        for chosen, is_whole in ((list(progress.completions), False), (whole, True)):
+            ended = [self._ended[row] for row in chosen]
+            places = [own[row // group] for row in chosen]
+            rows, columns = self._rows(places, [text for text, _ in ended], [length for _, length in ended])
+            self._run.rewards.begin(as_rows(*rows, **columns), is_whole)
 
     def finish(self, rollout: Rollout) -> Experience:
         """Score the whole rollout. The reward of a completion whose largest logit was not finite is NaN: it counts in

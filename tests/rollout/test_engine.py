@@ -245,16 +245,15 @@ def test_progress_is_reported(policy, free):
     assert [(p.ended, p.rows, p.tokens) for p in seen] == [(e, 8, t) for e, t in zip(ended, tokens, strict=True)]
 
 
-def test_progress_hands_out_each_group_once_it_is_complete(ended):
-    """All tokens of its rows, whatever ends them: EOS, the limit, a failure."""
+def test_progress_hands_out_each_completion_once(ended):
+    """With all its tokens, whatever ends it: EOS, the limit, a failure."""
     token = int(completion_ids(generate(ended, PROMPTS, FREE, KEY))[7][2])
     table = ended.frozen["embed_tokens"].at[token].set(jnp.nan)
     for actor in (ended, ended.replace(frozen=ended.frozen | {"embed_tokens": table})):
         seen = []
         rollout = generate(actor, PROMPTS, FREE, KEY, SMALL, [8, 3, 8, 8], seen.append)
-        given, ids = [item for progress in seen for item in progress.groups.items()], completion_ids(rollout)
-        assert sorted(given) == [(p, ids[GROUP * p : GROUP * (p + 1)]) for p in range(4)]
-        assert len(seen[-1].groups) < 4
+        given = [item for progress in seen for item in progress.completions.items()]
+        assert sorted(given) == list(enumerate(completion_ids(rollout)))
     assert FinishReason.FAILED in rollout.finish
 
 

@@ -61,14 +61,14 @@ def test_no_slot_is_idle_where_limits_allow_it(policy, steps, group, limits):
 
 
 def test_the_next_chunk_runs_while_progress_is_looked_at(policy, steps):
-    """Groups of 3 and of 8 chunks: the first is handed out long before the last chunk is sent to the device, which has
-    two to do while the results of one are looked at.
+    """Completions of a prompt, of 3 and of 8 chunks: the first is handed out long before the last chunk is sent to the
+    device, which has two to do while the results of one are looked at.
     """
     seen = []
-    look = lambda progress: seen.append((len(steps), [*progress.groups]))  # noqa: E731
-    generate(policy, [[1, 9], [2, 9]], Sampling(32), KEY, Engine(chunk=CHUNK), [12, 32], look)
+    look = lambda progress: seen.append((len(steps), [*progress.completions]))  # noqa: E731
+    generate(policy, [[1, 9]], Sampling(32, num_generations=2), KEY, Engine(chunk=CHUNK), [12, 32], look)
     assert [sent for sent, _ in seen] == [min(read + 2, 8) for read in range(1, 9)]
-    assert [(read, *groups) for read, (_, groups) in enumerate(seen, 1) if groups] == [(3, 0), (8, 1)]
+    assert [(read, *rows) for read, (_, rows) in enumerate(seen, 1) if rows] == [(3, 0), (8, 1)]
 
 
 def test_a_slot_waits_less_than_a_chunk_after_a_limit(policy, steps):

@@ -16,7 +16,8 @@ from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.parallel import Replicas
-from qerl_jax.rewards.load import load_rewards
+from qerl_jax.rewards import functions, load
+from qerl_jax.rewards.pool import WorkerPool
 from qerl_jax.rollout.engine import Progress
 from qerl_jax.run.choose_rewards import reward_rows
 from qerl_jax.run.grading import Grading
@@ -56,10 +57,11 @@ def test_columns_of_each_row_are_those_of_its_prompt():
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(Replicas(), marks=pytest.mark.nightly), Replicas(1, 2)])
-def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
+def test_grading_beside_sampling_changes_nothing(tmp_path, monkeypatch, replicas):
     """A group whose grading hangs, one whose worker dies, a failed row, one without a token, messages, a column that
-    one prompt lacks, a prompt that opens a block of thoughts, and a function that sees the whole batch. The last group
-    is not announced, the order is another; and then a group is announced that is cut afterwards, which is graded again.
+    one prompt lacks, a prompt that opens a block of thoughts, and a function that sees the whole batch. Rows end in
+    another order, the last is left to the end; and then one of a group is cut afterwards, which is graded again. Each
+    text is decoded once. A built-in reward is graded in workers, too.
     """
     problems = [
         EncodedProblem(Problem(n, f"{n}?", str(n), extra={"hint": n} if n != 3 else {}), array.array("i", [5, n]))
@@ -70,8 +72,26 @@ def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
     own = list(replicas.share(len(problems)))
     problems[own[3]] = EncodedProblem(problems[own[3]].problem, array.array("i", [5, THINK]))
     groups = [[[STUCK], [4]], [[DYING, EOS], []], [[6, 9, EOS], [8]], [[7, EOS], [7, EOS]], [[3, 3], [3, EOS]]]
+    texts = ["77", "4", "78", "", "6 9", "8", "<think>7", "<think>7", "3 3", "3"]
     (tmp_path / "mine.py").write_text(REWARD)
-    names, whole = (f"{tmp_path}/mine.py:ranked", "answer", "overlong"), []
+    names = f"{tmp_path}/mine.py:ranked", "answer", "overlong"
+    decoded, graded, taken, whole, grade = [], [], [], [], WorkerPool.grade
+
+    def decode(ids):
+        decoded.append(tuple(ids))
+        return " ".join("<think>" if i == THINK else str(i) for i in ids)
+
+    def digits(completions, **_):
+        graded.extend(completions)
+        return [float("".join(filter(str.isdigit, text)) or 0) for text in completions]
+
+    def noted(pool, name, tasks, begun):
+        taken.append(len({future for _, future in begun.values()}))
+        return grade(pool, name, tasks, begun)
+
+    monkeypatch.setitem(functions.BUILT_IN, "answer", digits)
+    monkeypatch.setattr(load, "IN_WORKERS", ("overlong",))
+    monkeypatch.setattr(WorkerPool, "grade", noted)
 
     def batch(completions, **columns):
         whole.append((completions, columns))
@@ -81,21 +101,27 @@ def test_grading_beside_sampling_changes_nothing(tmp_path, replicas):
         "m", batch_size=2 * len(problems), num_generations=2, max_completion_length=4, overlong_buffer=3,
         reward_funcs=(*names, "batch"), reward_weights=(1.0, 2.0, 3.0, 4.0),
     )  # fmt: skip
-    tokenizer = SimpleNamespace(decode=lambda ids: " ".join("<think>" if i == THINK else str(i) for i in ids))
-    policy = Policy({}, {}, {}, SimpleNamespace(eos_token_ids=(99, EOS)), None, tokenizer=tokenizer)
+    model, tokenizer = SimpleNamespace(eos_token_ids=(99, EOS)), SimpleNamespace(decode=decode)
+    policy = Policy({}, {}, {}, model, None, tokenizer=tokenizer)
     rollout = rolled_out([problems[p] for p in own], own, groups)
-    stream, found = ProblemStream((problems,), None, 0), []
-    with load_rewards(names, 2, 1.0) as rewards:
+    stream, found, rows = ProblemStream((problems,), None, 0), [], dict(enumerate(ids for g in groups for ids in g))
+    ended = [{row: rows[row] for row in some} for some in ([9, 1, 6], [0, 8, 3, 2], [7, 5], [4])]
+    with load.load_rewards(names, 2, 1.0) as rewards:
         rewards["batch"] = batch
         run = Run(config, pathlib.Path(), Console(), policy, rewards, stream, [], replicas=replicas)
-        for announced in ({}, dict(enumerate(groups[::-1])), {0: [[3, 3, 3], [3, EOS]]}):
-            before, grading = len(list(tmp_path.glob("call*"))), Grading(run, problems)
-            for ended, (place, group) in enumerate(announced.items(), 1):
-                grading.begin(Progress(2 * ended, 2 * len(own), 0, {len(own) - 1 - place: group}))
+        for chunks, again in ((), 0), (ended, 0), ([{9: [3, EOS], 8: [3, 3, 3]}], 1):
+            before, grading, count = len(list(tmp_path.glob("call*"))), Grading(run, problems), 0
+            decoded.clear(), graded.clear()
+            for completions in chunks:
+                count += len(completions)
+                grading.begin(Progress(count, 10, 0, completions))
+            assert len(graded) == min(count, 9)
             found.append(grading.finish(rollout))
-            assert len(list(tmp_path.glob("call*"))) - before == len(own) + (len(announced) == 1)
+            assert len(list(tmp_path.glob("call*"))) - before == 5 + again and len(graded) == 10 + again
+            assert len(decoded) == len(set(decoded))
     after, *others = found
-    assert whole == whole[:1] * 3
+    assert whole == whole[:1] * 3 and after.completions == texts
+    assert taken == [0, 0, 4, 9, 0, 1]  # prompts and completions whose grading had begun
     for beside in others:
         assert after.completions == beside.completions
         assert_trees_equal((after.rewards, after.reward_parts), (beside.rewards, beside.reward_parts))
