@@ -12,12 +12,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jaxtyping import Int32
 
 from qerl_jax.data.files import DataError
 from qerl_jax.data.problems import MAX_CHARACTERS, Dataset, Problem, load_dataset
 from qerl_jax.messages import shown
-from qerl_jax.types import FinishReason, Prompts, Rollout, completion_ids
+from qerl_jax.types import FinishReason, Prompts, Rollout
 
 OVERLONG = ("drop", "truncate_left", "error")
 _TEXTS_AT_ONCE = 1024
@@ -237,26 +239,26 @@ def to_prompts(encoded: list[EncodedProblem], length: int) -> Prompts:
 
 def completion_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
     """The `completion_text` of every completion."""
-    has_eos = (np.asarray(rollout.finish) == FinishReason.EOS).tolist()
-    prompts = map(lambda row, length: row[:length], np.asarray(rollout.tokens), np.asarray(rollout.prompt_lengths))
-    rows = zip(prompts, completion_ids(rollout), has_eos, strict=True)
-    return [completion_text(*row, tokenizer) for row in rows]
+    arrays = rollout.tokens, rollout.prompt_lengths, rollout.lengths, rollout.finish
+    tokens, starts, ends, finish = jax.device_get(arrays)
+    rows = zip(tokens, starts, ends, (finish == FinishReason.EOS).tolist(), strict=True)
+    return [completion_text(row[:start], row[start:end], has_eos, tokenizer) for row, start, end, has_eos in rows]
 
 
-def completion_text(prompt: array.array | np.ndarray, ids: list[int], has_eos: bool, tokenizer: Any) -> str:
+def completion_text(prompt: array.array | np.ndarray, ids: np.ndarray, has_eos: bool, tokenizer: Any) -> str:
     """Text of a completion without its final EOS; other special tokens stay, because rewards look for them. It begins
     with the `<think>` that its prompt ends in, as those of DeepSeek-R1's chat template do, whose end it holds.
     """
-    opened = re.search(r"<think>\s*\Z", tokenizer.decode(prompt[-_BLOCK_TOKENS:].tolist()))
+    opened = re.search(r"<think>\s*\Z", tokenizer.decode(np.asarray(prompt[-_BLOCK_TOKENS:])))
     return (opened[0] if opened else "") + tokenizer.decode(ids[:-1] if has_eos else ids)
 
 
 class Remembering:
-    """A tokenizer that decodes the same ids once."""
+    """A tokenizer that decodes the same ids once, as an array: of a list, transformers checks the type of each id."""
 
     def __init__(self, tokenizer: Any):
-        self._text = functools.cache(lambda ids: tokenizer.decode(list(ids)))
+        self._text = functools.cache(lambda ids: tokenizer.decode(np.frombuffer(ids, np.int32)))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Int32[np.ndarray, " T"]) -> str:
         """The tokenizer's text of these ids."""
-        return self._text(tuple(ids))
+        return self._text(ids.tobytes())

@@ -44,7 +44,7 @@ class Grading:
         eos_ids = self._run.policy.config.eos_token_ids
         for row, ids in progress.completions.items():
             prompt, has_eos = self._problems[own[row // group]].tokens, bool(ids) and ids[-1] in eos_ids
-            text = completion_text(prompt, ids, has_eos, self._tokenizer)
+            text = completion_text(prompt, np.asarray(ids, np.int32), has_eos, self._tokenizer)
             self._ended[row] = text, len(ids)
         prompts = [range(p * group, (p + 1) * group) for p in sorted({row // group for row in progress.completions})]
         whole = [row for rows in prompts if self._ended.keys() >= set(rows) for row in rows]

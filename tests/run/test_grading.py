@@ -78,6 +78,7 @@ def test_grading_beside_sampling_changes_nothing(tmp_path, monkeypatch, replicas
     decoded, graded, taken, whole, grade = [], [], [], [], WorkerPool.grade
 
     def decode(ids):
+        assert isinstance(ids, np.ndarray)
         decoded.append(tuple(ids))
         return " ".join("<think>" if i == THINK else str(i) for i in ids)
 
