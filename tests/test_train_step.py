@@ -219,6 +219,35 @@ def test_the_record(step):
     assert list(columns) == list(completion_columns(experience, batch.advantages))
 
 
+def test_values_of_a_step_are_read_together(step, monkeypatch):
+    """The copies of all are begun before the first is waited for; the learning rate, computed from them, comes last."""
+    state, experience, batch, update, _ = step.calls.record
+    state, update = state.replace(opt_state=state.optimizer.init(norms(0.0))), update | {"kl": jnp.float32(0.25)}
+    rollout = experience.rollout.replace(entropies=experience.rollout.logprobs)
+    experience, kind, calls = dataclasses.replace(experience, rollout=rollout), type(rollout.lengths), []
+
+    def noting(name: str, call: Callable) -> Callable:
+        return lambda array, *rest, **named: calls.append((name, id(array))) or call(array, *rest, **named)
+
+    for name in ("copy_to_host_async", "__array__", "__float__", "__int__", "__sub__"):
+        monkeypatch.setattr(kind, name, noting(name, getattr(kind, name)))
+    lengths = rollout.lengths, rollout.prompt_lengths, rollout.finish
+    of_step = *lengths, rollout.entropies, *update.values()
+    of_run = rollout.lengths, state.cursor, state.opt_state[0].count
+    of_rows = *lengths, rollout.prompt_index, batch.advantages
+    for arrays, late, function, *arguments in (
+        (of_step, [], step_metrics, experience, update, 3, {"time/rollout": 2.0}, "spy"),
+        (of_run, ["__float__"], run_metrics, experience, state, 0.0, 0.0, 0, 15),
+        (of_rows, [], completion_columns, experience, batch.advantages),
+    ):
+        calls.clear()
+        function(*arguments)
+        names, ids = zip(*calls, strict=True)
+        count = len(arrays)
+        assert list(names) == ["copy_to_host_async"] * count + ["__array__"] * count + late
+        assert sorted(ids[:count]) == sorted(map(id, arrays))
+
+
 def test_what_is_written_of_a_step(step):
     """metrics.jsonl and curves by the step's number. Functions of the user's say of no completion that it is right."""
     state, experience, batch, update, sigma = step.calls.record

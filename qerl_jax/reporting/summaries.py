@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float32
 
@@ -35,8 +36,10 @@ def step_metrics(
     time limit (`timeout`), or whose grading process died (`crash`).
     """
     rollout = experience.rollout
-    lengths = np.asarray(rollout.lengths - rollout.prompt_lengths)
-    clipped = np.asarray(rollout.finish) == FinishReason.LENGTH
+    ends, starts, finish, entropies, update = jax.device_get(
+        (rollout.lengths, rollout.prompt_lengths, rollout.finish, rollout.entropies, dict(update))
+    )
+    lengths, clipped = ends - starts, finish == FinishReason.LENGTH
     ended = lengths[~clipped]
     grouped = experience.rewards.reshape(-1, num_generations)
     metrics = {name: float(value) for name, value in update.items()}
@@ -51,7 +54,7 @@ def step_metrics(
         "completions/mean_terminated_length": float(ended.mean()) if len(ended) else 0.0,
         "completions/min_terminated_length": float(ended.min()) if len(ended) else 0.0,
         "completions/max_terminated_length": float(ended.max()) if len(ended) else 0.0,
-        "completions/failed": float((np.asarray(rollout.finish) == FinishReason.FAILED).sum()),
+        "completions/failed": float((finish == FinishReason.FAILED).sum()),
         "tokens_per_second": experience.sampled / timing["time/rollout"],
         "step_time": sum(timing.values()),
         "dynamic_sampling/refilled_groups": float(experience.resampled),
@@ -60,8 +63,8 @@ def step_metrics(
     }
     if verdict is not None:
         metrics["accuracy"] = _mean(_known(experience.reward_parts[verdict]) == 1)
-    if rollout.entropies is not None:
-        metrics["sampling/entropy"] = float(np.asarray(rollout.entropies).sum() / max(lengths.sum(), 1))
+    if entropies is not None:
+        metrics["sampling/entropy"] = float(entropies.sum() / max(lengths.sum(), 1))
     for name, values in experience.reward_parts.items():
         if name.rpartition("/")[2] in FLAGS:
             metrics[f"rewards/{name}_rate"] = _mean(values)
@@ -84,15 +87,17 @@ def run_metrics(
       problems: size of the dataset.
     """
     config, rate = state.config, {}
-    if isinstance(state.optimizer, AdamW):  # one of the user's has a rate of its own, or none
-        before = AdamW.count(state.opt_state) - (config.num_iterations - int(skipped))
+    updates = AdamW.count(state.opt_state) if isinstance(state.optimizer, AdamW) else None
+    updates, cursor, lengths = jax.device_get((updates, state.cursor, experience.rollout.lengths))
+    if updates is not None:  # an optimizer of the user's has a rate of its own, or none
+        before = int(updates) - (config.num_iterations - int(skipped))
         rate["learning_rate"] = float(learning_rate_at(state.optimizer, before))
     return {
         **rate,
         "aqn/sigma": sigma,
         "aqn/norms": experience.perturbed,
-        "num_tokens": tokens + int(experience.rollout.lengths.sum()),
-        "epoch": int(state.cursor) / problems,
+        "num_tokens": tokens + int(lengths.sum()),
+        "epoch": int(cursor) / problems,
     }
 
 
@@ -118,7 +123,10 @@ def completion_columns(
     `data_order` names.
     """
     rollout = experience.rollout
-    rows = [experience.problems[p].problem for p in np.asarray(rollout.prompt_index)]
+    index, ends, starts, finish, advantages = jax.device_get(
+        (rollout.prompt_index, rollout.lengths, rollout.prompt_lengths, rollout.finish, advantages)
+    )
+    rows = [experience.problems[p].problem for p in index]
     return {
         "problem_id": [problem.id for problem in rows],
         "prompt": [problem.prompt for problem in rows],
@@ -127,7 +135,7 @@ def completion_columns(
         **({} if order is None else {f"data_order/{order}": [problem.extra[order] for problem in rows]}),
         "reward": experience.rewards.tolist(),
         **{f"rewards/{name}": values.tolist() for name, values in experience.reward_parts.items()},
-        "advantage": np.asarray(advantages).tolist(),
-        "length": np.asarray(rollout.lengths - rollout.prompt_lengths).tolist(),
-        "finish": [FinishReason(int(value)).name.lower() for value in np.asarray(rollout.finish)],
+        "advantage": advantages.tolist(),
+        "length": (ends - starts).tolist(),
+        "finish": [FinishReason(int(value)).name.lower() for value in finish],
     }

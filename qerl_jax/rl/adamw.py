@@ -61,9 +61,9 @@ class AdamW:
         return make_optimizer(self).update(gradient, state, params)
 
     @staticmethod
-    def count(state: Any) -> int:
+    def count(state: Any) -> Int32[Array, ""]:
         """Updates that have changed something, of an optimizer's state."""
-        return int(state[0].count)
+        return state[0].count
 
 
 def learning_rate(config: Config | AdamW) -> optax.Schedule:

@@ -86,7 +86,8 @@ def replace_equal_groups(old: Experience, fresh: Experience, num_generations: in
         return into
 
     # On the host: on the device each number of groups would be a program of its own.
-    rollout = jax.tree.map(lambda a, b: jax.device_put(put(np.asarray(a), np.asarray(b))), old.rollout, fresh.rollout)
+    both = jax.device_get((old.rollout, fresh.rollout))
+    rollout = jax.tree.map(lambda into, values: jax.device_put(put(into, values)), *both)
     return Experience(
         problems=problems,
         rollout=rollout.replace(prompt_index=old.rollout.prompt_index),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from qerl_jax.data.prompts import EncodedProblem, Remembering, completion_text, completion_texts
@@ -59,15 +60,17 @@ class Grading:
         no mean of its group and leaves the loss.
         """
         completions = completion_texts(rollout, self._tokenizer)
-        lengths = np.asarray(rollout.lengths) - np.asarray(rollout.prompt_lengths)
-        rows, columns = self._rows(np.asarray(rollout.prompt_index).tolist(), completions, lengths.tolist())
+        ends, starts, index, finish = jax.device_get(
+            (rollout.lengths, rollout.prompt_lengths, rollout.prompt_index, rollout.finish)
+        )
+        lengths = ends - starts
+        rows, columns = self._rows(index.tolist(), completions, lengths.tolist())
         rewards, parts = score(self._run.rewards, self._run.config.reward_weights, *rows, **columns)
-        failed = np.asarray(rollout.finish) == FinishReason.FAILED
         return Experience(
             problems=list(self._problems),
             rollout=rollout,
             completions=completions,
-            rewards=np.where(failed, np.nan, rewards).astype(np.float32),
+            rewards=np.where(finish == FinishReason.FAILED, np.nan, rewards).astype(np.float32),
             reward_parts={name: np.asarray(values, np.float32) for name, values in parts.items()},
             drawn=len(self._problems),
             sampled=int(lengths.sum()),

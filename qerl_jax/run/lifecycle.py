@@ -122,7 +122,7 @@ def _of_new_length(state: TrainState, config: Config, before: int) -> str:
     """The config's learning rate and noise of the next step, under `max_steps` before and now."""
     step, lengths, said = int(state.step), (dataclasses.replace(config, max_steps=before), config), ""
     if step < config.num_rollouts and isinstance(state.optimizer, AdamW):
-        rates = [float(learning_rate_at(AdamW.of(c), AdamW.count(state.opt_state))) for c in lengths]
+        rates = [float(learning_rate_at(AdamW.of(c), int(AdamW.count(state.opt_state)))) for c in lengths]
         said += f"; learning rate of step {step + 1}: {rates[0]:.3g} -> {rates[1]:.3g}"
     if step < config.num_rollouts and config.sigma_start:
         noise = [aqn.sigma(c, min(step, c.num_rollouts - 1), c.num_rollouts) for c in lengths]
