@@ -39,7 +39,7 @@ class Grading:
         prompts that are complete with them (`Rewards.begin`). `finish` asks for the same again, which is then there;
         the completions that end last are left to it, because the device has nothing to do beside them.
         """
-        if progress.ended == progress.rows:
+        if len(self._ended) + len(progress.completions) == progress.rows:
             return
         own, group = self._run.replicas.share(len(self._problems)), self._run.config.num_generations
         eos_ids = self._run.policy.config.eos_token_ids
