@@ -7,9 +7,11 @@ Axes: B sequences.
 from __future__ import annotations
 
 import enum
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 
@@ -24,7 +26,19 @@ class Purpose(enum.IntEnum):
 
 def for_step(seed: int, purpose: Purpose, step: int) -> Array:
     """The key of a purpose at a step."""
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), int(purpose)), step)
+    return _folded(_root(seed), int(purpose), step)
+
+
+@functools.cache
+def _root(seed: int) -> Array:
+    with jax.ensure_compile_time_eval():
+        return jax.random.key(seed)
+
+
+@jax.jit
+def _folded(key: Array, *numbers: Int[ArrayLike, ""]) -> Array:
+    """`fold_in` of each number: one program, where JAX runs several for each."""
+    return functools.reduce(jax.random.fold_in, numbers, key)
 
 
 def typed(key: Array) -> Array:
@@ -35,7 +49,7 @@ def typed(key: Array) -> Array:
 
 def for_round(key: Array, resampling_round: int) -> Array:
     """The key of one round of dynamic sampling; round 0 is the first."""
-    return jax.random.fold_in(key, resampling_round)
+    return _folded(key, resampling_round)
 
 
 def for_rows(key: Array, problem_ids: Int[Array, " B"], samples: Int[Array, " B"]) -> Array:
