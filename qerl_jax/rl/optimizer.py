@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_jax.programs import program
 from qerl_jax.rl.adamw import AdamW
 from qerl_jax.rl.metrics import Sums, mean_metrics
-from qerl_jax.rl.state import at_layer, from_layers, trained_trees
+from qerl_jax.rl.state import from_parts, in_parts, trained_trees
 from qerl_jax.types import TrainState
 
 Step = AdamW | Partial
@@ -70,7 +70,7 @@ def apply_gradients(state: TrainState, parts: Sequence[Any], sums: Sums) -> tupl
     """The state after the optimizer's step, if loss, gradient and the state itself are finite, else that before it, and
     the update's metrics.
 
-    The config's AdamW treats every array by itself, so it runs layer by layer, as one program for all layers. An
+    The config's AdamW treats every array by itself, so it runs part by part, as one program for all parts. An
     optimizer of the user's may compare arrays (a global norm, one trust ratio for all), so it runs over the whole tree.
 
     Args:
@@ -85,14 +85,14 @@ def apply_gradients(state: TrainState, parts: Sequence[Any], sums: Sums) -> tupl
     whole = whole_of(state)
     if isinstance(state.optimizer, AdamW):
         update = state.optimizer
-        before, join = [at_layer(whole, i) for i in range(state.model.num_layers)], from_layers
+        before, join = in_parts(whole, state.model.num_layers), from_parts
     else:
         update = Partial(state.optimizer.update)
         before, join = [whole], lambda trees: trees[0]
-        parts = [from_layers([unflattened(part) if isinstance(part, Flat) else part for part in parts])]
+        parts = [from_parts([unflattened(part) if isinstance(part, Flat) else part for part in parts])]
     for old, part in zip(before, parts, strict=True):
         finite = stays_finite(update, old, part, factor, finite)
-    jax.block_until_ready(finite)  # the last activations are freed then; else the next state would be beside them
+    jax.block_until_ready(squares)  # the last activations are freed then; else the next state would be beside them
     step = apply_flat if isinstance(parts[0], Flat) else apply
     after = [step(update, old, part, factor, finite) for old, part in zip(before, parts, strict=True)]
     return state.replace(**join(after)), metrics | {"skipped": skipped(finite)}
@@ -112,8 +112,9 @@ def zeros_like(tree: Any) -> Any:
 
 
 def parts_of(gradients: Sequence[dict[str, Any]]) -> list[Any]:
-    """The gradient of each layer's trained trees in the form of `at_layer`."""
-    return [{name: {"layers": {0: own}} for name, own in each.items()} for each in gradients]
+    """The gradient in parts (`state.in_parts`), from that of each layer's trained trees."""
+    whole = {name: {"layers": {i: each[name] for i, each in enumerate(gradients)}} for name in gradients[0]}
+    return in_parts(whole, len(gradients))
 
 
 @program
@@ -146,7 +147,7 @@ def stays_finite(
 
     Args:
       update: of the optimizer.
-      before: "opt_state" and the trained trees, of one layer or of all.
+      before: "opt_state" and the trained trees, of a part or of all layers.
       gradient: gradient of the trained trees.
       factor: from `finish`.
       finite: from `finish`, or from this function for the parts before.

@@ -19,7 +19,7 @@ from qerl_jax.parallel import Replicas, Vector
 from qerl_jax.programs import program
 from qerl_jax.rl.metrics import Sums, add_sums
 from qerl_jax.rl.optimizer import Flat, as_one, whole_of
-from qerl_jax.rl.state import at_layer
+from qerl_jax.rl.state import in_parts
 from qerl_jax.types import TrainState
 
 
@@ -43,7 +43,7 @@ def over_replicas(replicas: Replicas, parts: Sequence[Any], sums: Sums) -> tuple
 
 
 def in_one_vector(replicas: Replicas, parts: Sequence[Any], sums: Sums) -> Vector:
-    """What the replicas add up, by programs of one layer and one that joins their results: the parts, and behind them
+    """What the replicas add up, by programs of one part and one that joins their results: the parts, and behind them
     the sums.
     """
     return joined([*map(joined, parts), placed(sums, np.int32(replicas.index), replicas.count)])
@@ -86,14 +86,15 @@ def check_same_state(replicas: Replicas, state: TrainState) -> None:
         return
     sums = checksums(state)
     if not isinstance(sums[0], jax.ShapeDtypeStruct):  # recorded
-        name = f"the state after step {int(state.step)}, by layer"
+        name = f"the state after step {int(state.step)}, by parts"
         replicas.check_equal([int(one) for one in jax.device_get(sums)], name)
 
 
 def checksums(state: TrainState) -> list[UInt32[Array, ""]]:
-    """One of each layer with what belongs to none; equal for equal bits, different for any one difference."""
-    whole = whole_of(state)
-    return [checksum(at_layer(whole, layer)) for layer in range(state.model.num_layers)]
+    """One of each part (`state.in_parts`), with what belongs to no layer; equal for equal bits, different for any one
+    difference.
+    """
+    return [checksum(part) for part in in_parts(whole_of(state), state.model.num_layers)]
 
 
 @program

@@ -97,7 +97,7 @@ def test_states_that_differ_in_a_bit_end_the_run(alone):
     sign = jax.tree.unflatten(structure, [first.at[0, 0].multiply(-1), *leaves])
     for other in (*(state.replace(lora=lora) for lora in (bit, swapped, sign)), state.replace(opt_state=count)):
         for error in check(other):
-            assert str(error).startswith("the replicas differ in the state after step 0, by layer: [[")
+            assert str(error).startswith("the replicas differ in the state after step 0, by parts: [[")
 
 
 @pytest.mark.parametrize(("count", "prompts"), [(1, 8), (8, 4), (16, 2), (32, 1)])

@@ -24,6 +24,7 @@ from qerl_jax.lowered import LoweredPrograms
 from qerl_jax.parallel import Replicas
 from qerl_jax.programs import calling, record
 from qerl_jax.rl import optimizer
+from qerl_jax.rl import state as rl_state
 from qerl_jax.rl.adamw import learning_rate, make_optimizer
 from qerl_jax.rl.metrics import empty_sums
 from qerl_jax.rl.reduction import flat_parts, in_one_vector
@@ -202,6 +203,22 @@ def test_an_infinite_loss_is_skipped_though_its_gradient_is_finite(micro, batch)
     assert_trees_equal((after.lora, after.opt_state), (state.lora, state.opt_state))
 
 
+@pytest.fixture(params=[1, 4], ids=["several_parts", "one_part"])
+def together(request, monkeypatch) -> None:
+    """Layers of a part of the optimizer's step, of a model of two layers."""
+    monkeypatch.setattr(rl_state, "_TOGETHER", request.param)
+
+
+def test_parts_have_four_layers_each_and_make_the_whole_again():
+    """Under every name; what belongs to no layer is in each part."""
+    tree = {"lora": {"layers": {i: {"a": 10 * i, "b": 10 * i + 1} for i in range(6)}}, "count": 7}
+    parts = rl_state.in_parts(tree | {"norms": {"layers": {i: -i for i in range(6)}}}, 6)
+    assert [part["norms"]["layers"] for part in parts] == [{0: 0, 1: -1, 2: -2, 3: -3}, {0: -4, 1: -5}]
+    assert parts[1]["lora"]["layers"] == {0: {"a": 40, "b": 41}, 1: {"a": 50, "b": 51}} and parts[1]["count"] == 7
+    assert rl_state.from_parts(parts) == tree | {"norms": {"layers": {i: -i for i in range(6)}}}
+
+
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("own", [None, optax.sgd(1e38)], ids=["adamw", "own"])
 @pytest.mark.parametrize("largest", [1.0, 3e38])
 def test_parameters_that_overflow_under_a_finite_gradient_are_not_applied(micro, own, largest):
@@ -248,6 +265,7 @@ def test_a_single_parameter_that_becomes_nan_is_not_applied(micro):
         assert_trees_equal(after.lora, adapters if is_skipped else jax.tree.map(jnp.zeros_like, lora))
 
 
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("changes", [{}, {"train_norms": True}])
 def test_the_optimizer_begins_as_optax_begins_over_the_whole_tree(micro, changes):
     """Committed to a device where what it trains is."""
@@ -259,6 +277,7 @@ def test_the_optimizer_begins_as_optax_begins_over_the_whole_tree(micro, changes
         assert {leaf.committed for leaf in jax.tree.leaves(state.opt_state)} == {placed is not micro}
 
 
+@pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("own", [None, optax.sgd(0.1)], ids=["adamw", "own"])
 def test_a_gradient_in_one_vector_makes_the_step_of_its_arrays(micro, own):
     state, rng = init_state(micro, make_config(), own), np.random.default_rng(0)
@@ -294,13 +313,14 @@ def test_the_optimizers_programs_are_kept_as_lowered(micro, tmp_path):
         assert {file.name.split("-")[0] for file in kept.directory.glob("*")} & {"stays_finite", "apply"} == names
 
 
-def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch):
-    """The host waits for what depends on the whole gradient and on all checks before it asks for memory."""
+def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch, monkeypatch):
+    """The host waits for what depends on the whole gradient before it asks for memory, and the checks run meanwhile."""
+    monkeypatch.setattr(rl_state, "_TOGETHER", 1)
     calls = []
 
     def call(program, arguments, more):
         result = program(*(each.array if isinstance(each, Waited) else each for each in arguments), **more)
-        result = Waited(result, calls) if program.__name__ == "stays_finite" else result
+        result = Waited(result, calls) if program.__name__ == "add_squares" else result
         if program.__name__ in ("add_squares", "stays_finite", "apply"):
             calls.append((program.__name__, arguments, result))
         return result
@@ -309,9 +329,9 @@ def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch
         grpo_step(init_state(micro, make_config()), micro.frozen, batch)
     names = ["add_squares"] * 2 + ["stays_finite"] * 2 + ["block_until_ready"] + ["apply"] * 2
     assert [name for name, *_ in calls] == names
+    assert calls[1][1][-1] is calls[0][2] and calls[4][1][0] is calls[1][2]  # the sum over all layers
     checked = calls[3][2]  # the last layer's, which takes the result of the one before
-    assert calls[3][1][-1] is calls[2][2] and calls[4][1][0] is checked
-    assert all(arguments[-1] is checked for _, arguments, _ in calls[5:])
+    assert calls[3][1][-1] is calls[2][2] and all(arguments[-1] is checked for _, arguments, _ in calls[5:])
 
 
 def test_gradients_are_made_before_any_activation(micro, batch):
