@@ -45,7 +45,7 @@ def test_no_product_of_an_fp32_model_is_left_to_the_default(stored):
     rollout = Rollout(tokens, tokens.astype(jnp.float32), flat, flat, flat.astype(jnp.int8), flat)
     step = record(grpo_step, state, policy.frozen, shapes_of(make_batch(rollout, jnp.zeros(ROWS))))
     texts, programs = [[line for each in step for line in products(each.traced.lower())]], []
-    shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, ROWS, 0)
+    shapes = RolloutShapes(ROWS, ROWS, WIDTH, WIDTH, ROWS, 1, 0)
     prompt_cache, slots = jax.eval_shape(lambda: decode.allocate(jax.random.key(0), MODEL, policy.dtype, shapes))
     policy = policy.replace(lora=jax.eval_shape(decode.cast_lora, policy))
     for invariant in (False, True):

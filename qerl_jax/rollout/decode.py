@@ -255,16 +255,17 @@ def _fields(slots: Slots) -> dict[str, Any]:
     return {name: getattr(slots, name) for name in names}
 
 
-def compact(slots: Slots, kept: Int32[np.ndarray, " S2"]) -> Slots:
-    """The slots `kept`, in that order; `slots` is consumed. Caches move array by array, and at most one of them exists
-    twice at a time.
+def compact(slots: Slots, kept: Int32[np.ndarray, " S2"], together: int) -> Slots:
+    """The slots `kept`, in that order; `slots` is consumed. So many arrays of the cache move at a time and exist twice
+    while they do; their number is a multiple of it.
     """
-
-    def move(array: Array) -> Array:
-        new = gather(KVCache((array,), ()), kept).keys[0]
-        if isinstance(array, jax.Array):  # no shape alone, as `programs.record` has it
-            array.delete()
-        return new
-
-    cache = jax.tree.map(move, slots.cache)
+    arrays, structure = jax.tree.flatten(slots.cache)
+    moved: list[Array] = []
+    for first in range(0, len(arrays), together):
+        some = arrays[first : first + together]
+        moved += gather(KVCache(tuple(some), ()), kept).keys
+        for array in some:
+            if isinstance(array, jax.Array):  # no shape alone, as `programs.record` has it
+                array.delete()
+    cache = jax.tree.unflatten(structure, moved)
     return Slots(cache=cache, completions=slots.completions, **gather(_fields(slots), kept))

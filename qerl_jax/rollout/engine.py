@@ -301,7 +301,7 @@ class _Decoder:
     def _move(self, count: int) -> None:
         order = self.schedule.compact(count)
         self.budget = self.budget[order]
-        self.slots = decode.compact(self.slots, np.asarray(order, np.int32))
+        self.slots = decode.compact(self.slots, np.asarray(order, np.int32), self.shapes.moved_together)
 
 
 def assemble(

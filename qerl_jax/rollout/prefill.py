@@ -1,13 +1,16 @@
 """Prefill of packed prompts, layer by layer: three small programs for each shape, whose number and size do not depend
 on the depth of the model.
 
-Axes: P prompt slots, N prompts of one prefill, T packed tokens, K key/value heads, S cache slots, H head dim, D model.
+Axes: P prompt slots, N prompts of one prefill, T packed tokens, K key/value heads, S cache slots, H head dim, D model,
+A rotary angles.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -21,7 +24,7 @@ from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.models.executor import PlainExecutor
 from qerl_jax.models.modules import final_norm
-from qerl_jax.models.packed_sequences import last_tokens, packed_layout
+from qerl_jax.models.packed_sequences import PackedLayout, last_tokens, packed_layout
 from qerl_jax.models.qwen2 import merge_layer
 from qerl_jax.programs import program
 from qerl_jax.rollout.decode import PromptCache
@@ -52,19 +55,14 @@ def prefill(
       width: at least the longest prompt.
       batch_invariant: as in `Engine`.
     """
-    x = as_committed(embed_prompts(policy.frozen["embed_tokens"], tokens), policy)
+    embedding, dropped = policy.frozen["embed_tokens"], prompt_cache.lengths.shape[0]
+    x, places = embed_prompts(embedding, tokens, lengths, prompt_slots, policy.config, width, dropped)
+    x, places = as_committed((x, places), policy)
     keys, values = list(prompt_cache.cache.keys), list(prompt_cache.cache.values)
     for i in range(policy.config.num_layers):
+        cache = KVCache((keys[i],), (values[i],))
         x, cache = prefill_layer(
-            layer_weights(policy, i),
-            x,
-            KVCache((keys[i],), (values[i],)),
-            lengths,
-            prompt_slots,
-            policy.config,
-            policy.dtype,
-            width,
-            batch_invariant,
+            layer_weights(policy, i), x, cache, places, policy.config, policy.dtype, batch_invariant
         )
         [keys[i]], [values[i]] = cache.keys, cache.values
     hidden, prompt_lengths = store_hidden(
@@ -89,45 +87,63 @@ def layer_weights(policy: Policy, layer: int) -> dict[str, Any]:
     }
 
 
-@program
-def embed_prompts(embedding: Float[Array, "V D"], tokens: Int32[Array, " T"]) -> Float32[Array, "T D"]:
-    """The residual stream before the first layer."""
-    return embedding[tokens].astype(jnp.float32)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the tokens of a prefill lie, the same for all layers.
+
+    Attributes:
+      layout: in the packed prompts.
+      angles: rotary angles.
+      rows: row of the prompt cache; one past the end drops a token.
+    """
+
+    layout: PackedLayout
+    angles: Float32[Array, "T A"]
+    rows: Int32[Array, " T"]
+
+
+@program(static_argnames=("config", "width", "dropped"))
+def embed_prompts(
+    embedding: Float[Array, "V D"],
+    tokens: Int32[Array, " T"],
+    lengths: Int32[Array, " N"],
+    prompt_slots: Int32[Array, " N"],
+    config: ModelConfig,
+    width: int,
+    dropped: int,
+) -> tuple[Float32[Array, "T D"], Places]:
+    """The residual stream before the first layer, and where its tokens lie. `dropped`: the row of padding."""
+    layout = packed_layout(lengths, tokens.shape[0], width)
+    rows = jnp.append(prompt_slots, dropped)[layout.segment_ids]
+    return embedding[tokens].astype(jnp.float32), Places(layout, rotary_angles(layout.positions, config), rows)
 
 
 @program(
     donate_argnames=("x", "cache"),
-    static_argnames=("config", "dtype", "width", "batch_invariant"),
+    static_argnames=("config", "dtype", "batch_invariant"),
     compiler_options=_OPTIONS,
 )
 def prefill_layer(
     weights: dict[str, Any],
     x: Float32[Array, "T D"],
     cache: KVCache,
-    lengths: Int32[Array, " N"],
-    prompt_slots: Int32[Array, " N"],
+    places: Places,
     config: ModelConfig,
     dtype: jnp.dtype,
-    width: int,
     batch_invariant: bool,
 ) -> tuple[Float32[Array, "T D"], KVCache]:
     """One layer over packed prompts. Returns the residual stream behind it, and the layer's cache with the keys and
     values of the prompts.
     """
 
-    def run(
-        weights: dict[str, Any], x: Array, cache: KVCache, lengths: Array, prompt_slots: Array
-    ) -> tuple[Array, KVCache]:
-        layout = packed_layout(lengths, x.shape[0], width)
-        angles = rotary_angles(layout.positions, config)
+    def run(weights: dict[str, Any], x: Array, cache: KVCache, places: Places) -> tuple[Array, KVCache]:
         layer = merge_layer(config, dtype, **weights)
-        attention = packed_attention(config.part, layout)
-        x, entry = layer(x, angles, attention, executor=PlainExecutor(batch_invariant))
-        dropped = cache.keys[0].shape[0]
-        rows = jnp.append(prompt_slots, dropped)[layout.segment_ids]
-        return x, kv.write_prompts(cache, rows, layout.positions, [entry])
+        attention = packed_attention(config.part, places.layout)
+        x, entry = layer(x, places.angles, attention, executor=PlainExecutor(batch_invariant))
+        return x, kv.write_prompts(cache, places.rows, places.layout.positions, [entry])
 
-    arguments, results = (weights, x, cache, lengths, prompt_slots), (PartitionSpec(), cache.partition_specs())
+    arguments, results = (weights, x, cache, places), (PartitionSpec(), cache.partition_specs())
     return partition.on_devices(config.tensor_parallel, run, *arguments, results=results)
 
 

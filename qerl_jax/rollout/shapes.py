@@ -31,6 +31,9 @@ _PROMPT_SLOTS, _PROMPT_TOKENS = 32, 8192  # at least so many prompts in the prom
 # completions of other limits. The attention kernel reads no more for it, and its bits are the same.
 _LITTLE_TOKEN_BYTES, _LITTLE_BYTES = 16 * 1024, 9e9  # of a token in all layers; of both caches
 _COMPLETION_WIDTH = 1024
+# A program that moves survivors takes the host 0.3 ms, and one for each of 48 arrays had the GPU wait. So several move
+# at a time: an eighth of all at most, which takes a sixteenth of the cache more.
+_MOVES, _MOVED_BYTES = 8, 256e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,7 @@ class RolloutShapes:
       prompt_width: tokens of a prompt's cache, a multiple of 8.
       completion_width: tokens of a completion's cache, a multiple of 8.
       rows: room for completions in the results.
+      moved_together: arrays of keys or values of a layer that move at a time where survivors move into fewer slots.
       cache_bytes: peak bytes of both caches, reached while survivors move.
     """
 
@@ -51,6 +55,7 @@ class RolloutShapes:
     prompt_width: int
     completion_width: int
     rows: int
+    moved_together: int
     cache_bytes: int
 
     def holds(self, sequences: int) -> bool:
@@ -157,11 +162,14 @@ def choose_shapes(
 
     def caches(slots: int, prompt_slots: int, *lengths: int) -> RolloutShapes:
         widths = [round_up(length, _CACHE_MULTIPLE) for length in lengths]
-        shapes = RolloutShapes(slots, prompt_slots, *widths, bucket_of_rows(prompts * group), 0)
-        # While survivors move into fewer slots, the keys or values of one layer exist twice.
-        moved = sum(shapes.slot_counts()[1:2]) * shapes.completion_width * layer_bytes // 2
+        shapes = RolloutShapes(slots, prompt_slots, *widths, bucket_of_rows(prompts * group), 1, 0)
+        moved = sum(shapes.slot_counts()[1:2]) * shapes.completion_width * layer_bytes // 2  # of one array
+        arrays = 2 * policy.config.num_layers
+        most = max(1, min(arrays // _MOVES, int(_MOVED_BYTES // max(moved, 1))))
+        together = next(n for n in range(most, 0, -1) if arrays % n == 0)
         tokens = slots * shapes.completion_width + prompt_slots * shapes.prompt_width
-        return dataclasses.replace(shapes, cache_bytes=policy.config.num_layers * layer_bytes * tokens + moved)
+        needed = policy.config.num_layers * layer_bytes * tokens + together * moved
+        return dataclasses.replace(shapes, moved_together=together, cache_bytes=needed)
 
     def least_prompts(slots: int) -> int:
         return min(prompts, slots, 2 * -(-slots // group))

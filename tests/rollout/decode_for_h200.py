@@ -36,7 +36,7 @@ def abstract_chunk(
     kernel = "mosaic_gpu" if weight_format == "nvfp4" else "xla"
     config = Config(model="x", weight_format=weight_format, lora_rank=32, matmul_kernel=kernel)
     policy, _ = abstract_trees(model, weight_format, config)
-    shapes = RolloutShapes(slots, ROWS, 256, 256, ROWS, 0)
+    shapes = RolloutShapes(slots, ROWS, 256, 256, ROWS, 1, 0)
     prompt_cache, slots = jax.eval_shape(
         lambda: decode.allocate(jax.random.key(0), policy.config, jnp.dtype("bfloat16"), shapes)
     )

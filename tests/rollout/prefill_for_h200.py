@@ -33,7 +33,7 @@ def layer_of(prompts: int, width: int, model: ModelConfig = decode_for_h200.MODE
     numbers = np.zeros(tokens, np.int32), *2 * (np.zeros(prompts, np.int32),)
     programs = record(prefill, policy, prompt_cache, *numbers, width, False)
     [layer] = [each for each in programs if each.function.__name__ == "prefill_layer"]
-    return policy, layer.args[:5], layer.args[5:]
+    return policy, layer.args[:4], layer.args[4:]
 
 
 def main() -> None:

@@ -102,8 +102,8 @@ def test_each_prompt_is_prefilled_alone(tmp_path):
         if program.__name__ == "decode_chunk":
             raise Prefilled
         if program.__name__ == "prefill_layer":
-            _, x, _, lengths, _, _, _, width, batch_invariant = args
-            seen.append((len(x), len(lengths), width, batch_invariant))
+            _, x, _, places, _, _, batch_invariant = args
+            seen.append((len(x), *places.layout.unpack_index.shape, batch_invariant))
         return program(*args, **kwargs)
 
     with calling(note):

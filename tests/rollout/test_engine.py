@@ -173,7 +173,7 @@ def test_room_for_more_changes_no_sample(policy):
 
 def test_caches_have_the_width_of_their_own_tokens(policy):
     """Prompts of up to 16 tokens, completions of up to 24; two key/value heads of 8 features."""
-    shapes = RolloutShapes(slots=3, prompt_slots=2, prompt_width=16, completion_width=24, rows=5, cache_bytes=0)
+    shapes = RolloutShapes(3, 2, prompt_width=16, completion_width=24, rows=5, moved_together=1, cache_bytes=0)
     prompts, slots = decode.allocate(KEY, policy.config, policy.dtype, shapes)
     assert {array.shape for array in jax.tree.leaves(prompts.cache)} == {(2, 2, 16, 8)}
     assert {array.shape for array in jax.tree.leaves(slots.cache)} == {(3, 2, 24, 8)}
@@ -199,8 +199,8 @@ def test_small_models_have_room_for_other_limits(tool, monkeypatch):
     assert shapes_of("0.5B", H200, 1100, 256) == (1536, 64, 1024)
     # 24 layers x 2 x 2 heads x 64 x 2 bytes: 256 completions of 512 tokens and 32 prompts of 256 are 1.71 GB
     assert shapes_of("0.5B", H200, 512, 256, memory_gb=1.8) == (512, 32, 1024)
-    # Those of 1024 tokens and 64 prompts are 3.42 GB, and 33.6 MB while 128 survivors move; logits take 12 bytes each.
-    wide = 24 * 512 * (256 * 1024 + 64 * 256) + 128 * 1024 * 256
+    # Those of 1024 tokens and 64 prompts are 3.42 GB, and 6 x 33.6 MB while 128 survivors move; logits 12 bytes each.
+    wide = 24 * 512 * (256 * 1024 + 64 * 256) + 6 * 128 * 1024 * 256
     free = (wide + 12 * 151_936 * 256) / 0.94
     assert shapes_of("0.5B", H200, 512, 256, free_bytes=free + 9) == mine
     assert shapes_of("0.5B", H200, 512, 256, free_bytes=free - 9) == (512, 32, 1024)
@@ -223,6 +223,34 @@ def test_survivors_move_into_fewer_slots(policy, free):
     longest = np.sort(np.asarray(fast.lengths - fast.prompt_lengths))
     assert longest[-9] < longest[-1] - 4, "the longest outlives the rest by chunks"
     assert_same_rows(slow, range(32), fast, range(32))
+
+
+def test_an_eighth_of_the_cache_moves_at_a_time(policy):
+    """Of 2 L arrays the largest divisor of their number up to an eighth, and 256 MB at most: of 0.5B (24 layers) and of
+    28 and 30 layers. What moved is every array's rows `kept`.
+    """
+    for layers, slots, together in ((24, 256, 6), (28, 32, 7), (30, 32, 6), (2, 32, 1), (24, 1024, 3)):
+        model = dataclasses.replace(policy.config, num_layers=layers, num_kv_heads=2, head_dim=64)
+        deep = Policy({"embed_tokens": jnp.zeros(0, jnp.bfloat16)}, {}, {}, model, None)
+        shapes = choose_shapes(deep, slots, 1, 8, 512, Engine())
+        assert shapes.moved_together == together
+        array = 2 * 64 * 512 * shapes.slot_counts()[1] * 2
+        assert (
+            shapes.cache_bytes == 2 * layers * 2 * 64 * 2 * (512 * slots + 8 * shapes.prompt_slots) + together * array
+        )
+
+    shapes = RolloutShapes(4, 1, 8, 8, 4, 2, 0)
+    _, slots = decode.allocate(KEY, policy.config, policy.dtype, shapes)
+    leaves, structure = jax.tree.flatten(slots.cache)
+    filled = [leaf + i + jnp.arange(4.0).reshape(4, 1, 1, 1) for i, leaf in enumerate(leaves)]
+    before, moves = [np.asarray(array) for array in filled], []
+    with noted_programs(lambda name, args, _: moves.append(args[0]) if name == "gather" else None):
+        after = decode.compact(
+            dataclasses.replace(slots, cache=structure.unflatten(filled)), np.array([2, 0], np.int32), 2
+        )
+    assert [len(jax.tree.leaves(some)) for some in moves[:-1]] == [2, 2] and all(array.is_deleted() for array in filled)
+    for new, old in zip(jax.tree.leaves(after.cache), before, strict=True):
+        np.testing.assert_array_equal(new, old[[2, 0]])
 
 
 def test_invalid_limits(policy):

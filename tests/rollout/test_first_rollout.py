@@ -56,7 +56,7 @@ def config_of(**changes) -> Config:
 
 def states(policy: Policy) -> tuple[Policy, decode.PromptCache, decode.Slots]:
     """Arguments of `decode_chunk` as shapes."""
-    shapes = RolloutShapes(4, 2, 8, 8, 4, 0)
+    shapes = RolloutShapes(4, 2, 8, 8, 4, 1, 0)
     prompt_cache, slots = jax.eval_shape(lambda: decode.allocate(jax.random.key(0), MODEL, BF16, shapes))
     return policy.replace(lora=jax.eval_shape(decode.cast_lora, policy)), prompt_cache, slots
 

@@ -140,7 +140,7 @@ def test_packed_prefill_equals_one_prompt_at_a_time_in_transformers(micro_dir):
     lengths = [1, 64, 3, 1, 1, 17, 70, 9, 5, 2, 1, 60, 1]
     prompts = [rng.integers(1, 64, length) for length in lengths]
     places = rng.permutation(len(prompts) + 1)[: len(prompts)].astype(np.int32)  # one place stays empty
-    shapes = RolloutShapes(1, len(prompts) + 1, 72, 8, 1, 0)
+    shapes = RolloutShapes(1, len(prompts) + 1, 72, 8, 1, 1, 0)
     prompt_cache, _ = decode.allocate(jax.random.key(0), policy.config, policy.dtype, shapes)
     begin, row, whole = 0, PrefillShape(64, 4, 64), PrefillShape(80, 1, 80)
     small = PrefillBatch(1, PrefillShape(8, 4, 8)), PrefillBatch(3, PrefillShape(16, 4, 16))
