@@ -65,7 +65,7 @@ def calls(monkeypatch, here):
 
     def few(x, weight, config, *, bias=None, lora_x=None, lora_a=None, lora_b=(), scale=1.0, gpu):
         assert gpu == dispatch.this_gpu()
-        assert x.shape[0] <= config.tile_m and config.computes_lora_x == (lora_a is not None)
+        assert config.computes_lora_x == (lora_a is not None)
         assert lora_x is None or lora_a is None
         made.append(("few", x.shape[0], "a" if lora_a is not None else given(lora_x)))
         return whole(x, weight, lora_x, lora_a, lora_b, scale, bias)
@@ -214,13 +214,13 @@ def test_partials_are_reduced(calls, widths, ranks):
 
 
 @pytest.mark.parametrize("here", [(H200, dataclasses.replace(FEW, m=64, config=PLAIN))], indirect=True)
-def test_rows_beyond_a_tile_take_their_own_partials(calls):
+def test_rows_beyond_a_tile_are_blocks_of_one_launch(calls):
     x, weight, loras = draw(20, (512,), (32,))
     halves = [x[:, part].astype(jnp.float32) @ loras[0].a[part].astype(jnp.float32) for part in np.s_[:200, 200:]]
     product = lambda x, t, **more: matmul(x, opaque(weight), None, loras, lora_x=t, **more)  # noqa: E731
     parts = jnp.stack(halves)
     near(compiled(product, x, parts), compiled(functools.partial(product, implementation="xla"), x, parts))
-    assert calls == [("few", rows, "parts") for rows in (8, 8, 4)]
+    assert calls == [("few", 20, "parts")]
 
 
 def test_a_batch_of_few_rows_may_be_many(calls):
@@ -331,12 +331,12 @@ ALONE = [tuning.Row("forward", N, K, m, SkinnyConfig(m, 2, 4, 1, 2), None) for m
     ("rows", "kernels"),
     [
         (5, [("shrink", 5, (32, 8)), ("few", 5, "whole"), ("dequantize", 8.9)]),
-        (70, [("shrink", 70, (32, 8)), *(("few", m, "whole") for m in (32, 32, 6)), ("dequantize", 8.9)]),
+        (70, [("shrink", 70, (32, 8)), ("few", 70, "whole"), ("dequantize", 8.9)]),
         (129, [("dequantize", 8.9)] * 2),
     ],
 )
 def test_a_gpu_without_wgmma(calls, rows, kernels):
-    """Up to 128 rows the skinny kernel, 32 at a time, in CTAs of no cluster; more rows, and the gradient in x, by a
+    """Up to 128 rows the skinny kernel, in CTAs of no cluster; more rows, and the gradient in x, by a
     weight that a kernel dequantizes. Nothing calls the other GEMM. A batch of few rows may be many."""
     product, arguments = draw_for_gradients(rows, (448, 64), (32, 8))
     got = compiled_gradients(product, arguments)

@@ -50,6 +50,12 @@ def test_a_cta_has_no_more_features_than_divide_the_padded_ones(n, m16_tiles):
         (SkinnyConfig(8, m16_tiles=8, warps=4, stages=1, cluster=2), 1, 128, 64 * 9, (64, 8, 24), 1),
         (SkinnyConfig(32, m16_tiles=4, warps=8, stages=2, cluster=2), 27, 64, 64 * 3, (40,), 2),
         (SkinnyConfig(24, m16_tiles=2, warps=12, stages=1), 24, 32, 80, (), 0),
+        (SkinnyConfig(64, m16_tiles=2, warps=4, stages=2, cluster=2), 57, 64, 64 * 9, (32,), 2),
+        (SkinnyConfig(64, m16_tiles=1, warps=8, stages=1), 64, 64, 64 * 9, (32, 16), 0),
+        (SkinnyConfig(48, m16_tiles=2, warps=4, stages=1), 41, 128, 64 * 7, (), 0),
+        (SkinnyConfig(8, m16_tiles=2, warps=4, stages=2), 21, 128, 64 * 5, (32,), 3),
+        (SkinnyConfig(16, m16_tiles=4, warps=4, stages=2, cluster=3), 35, 128, 64 * 9, (32, 16), 0),
+        (SkinnyConfig(16, m16_tiles=2, warps=4, stages=2, cluster=2), 48, 96, 64 * 5, (32,), 1),
     ],
 )
 def test_against_fp64(config, m, n, k, ranks, parts):
@@ -100,6 +106,8 @@ def units_of_warps(units: int, config: SkinnyConfig) -> list[range]:
         (SkinnyConfig(8, m16_tiles=2, warps=4, cluster=2, stages=2), 8, 112, 64 * 9, (64, 8, 40), (32, 32, 48)),
         (SkinnyConfig(32, m16_tiles=2, warps=8, cluster=2, stages=1), 27, 64, 64 * 3, (48,), (64,)),
         (SkinnyConfig(24, m16_tiles=2, warps=12, stages=1), 24, 32, 64 * 13, (16,), (32,)),
+        (SkinnyConfig(64, m16_tiles=1, warps=4, cluster=2, stages=2), 61, 64, 64 * 9, (32,), (64,)),
+        (SkinnyConfig(16, m16_tiles=2, warps=4, cluster=2, stages=2), 37, 64, 64 * 5, (16, 32), (32, 32)),
         # warps without a k-tile
         (SkinnyConfig(16, m16_tiles=1, warps=12, cluster=8, stages=1), 11, 64, 1040, (8,), (64,)),
     ],
@@ -136,7 +144,7 @@ def test_x_a_within_the_product(config, m, n, k, ranks, widths):
     "config, terms, words",
     [
         (PLAIN, {"x": zeros(8, 128, dtype=jnp.float32)}, r"x is float32\[8, 128\]"),
-        (PLAIN, {"x": zeros(9, 128)}, r"x is bfloat16\[9, 128\]"),
+        (PLAIN, {"x": zeros(8, 64)}, r"x is bfloat16\[8, 64\]"),
         (PLAIN, {"bias": zeros(64)}, r"the bias is bfloat16\[64\]"),
         (PLAIN, {}, "x A is not given"),
         (PLAIN, {"lora_x": zeros(3, 7, 32, dtype=jnp.float32)}, r"x A is float32\[3, 7, 32\]"),

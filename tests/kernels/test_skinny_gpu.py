@@ -17,17 +17,20 @@ from test_tuning import timed
 
 pytestmark = needs_gpu
 # tile_m, m16_tiles, warps, cluster, stages
-SKINNY = [(8, 1, 4, 1, 2), (8, 4, 8, 2, 3), (16, 8, 4, 3, 2), (16, 2, 12, 1, 1), (32, 4, 4, 7, 2), (24, 4, 4, 8, 3)]
+SKINNY = [
+    (8, 1, 4, 1, 2), (8, 4, 8, 2, 3), (16, 8, 4, 3, 2), (16, 2, 12, 1, 1), (32, 4, 4, 7, 2), (24, 4, 4, 8, 3),
+    (64, 1, 8, 2, 2), (48, 2, 4, 3, 3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", SKINNY)
 @pytest.mark.parametrize("n, k", [(512, 64 * 8), (640, 64 * 37), (600, 1040), (4608, 3584)])
 def test_skinny(config, n, k):
-    """The skinny kernel, with fewer k-tiles than warps and with many rounds of a warp's stages."""
+    """The skinny kernel, with fewer k-tiles than warps, with many rounds of a warp's stages, and in blocks of rows."""
     config = SkinnyConfig(*config).specialize(n)
     weight = weight_of(n, k, seed=n, uniform=False)
     packed = packing.pack(weight)
-    for m in (1, config.tile_m - 3, config.tile_m):
+    for m in (1, config.tile_m - 3, config.tile_m, 2 * config.tile_m + 3):
         x = activations(m, k, m)
         x64, w = exact(x, weight)
         check(skinny_matmul(x, packed, config), x64 @ w.T, x64, w, k)
@@ -42,7 +45,11 @@ def test_skinny_with_adapters(config, widths, ranks):
     weight = weight_of(640, k)
     packed = packing.pack(weight)
     rng = np.random.default_rng(len(ranks))
-    for m, dtype in ((config.tile_m, jnp.bfloat16), (config.tile_m - 5, jnp.float32)):
+    for m, dtype in (
+        (config.tile_m, jnp.bfloat16),
+        (config.tile_m - 5, jnp.float32),
+        (2 * config.tile_m + 3, jnp.float32),
+    ):
         x, bias = activations(m, k), jnp.asarray(rng.normal(size=640) * 100, dtype)
         t = [jnp.asarray(rng.normal(size=(m, rank)), jnp.bfloat16) for rank in ranks]
         b = [jnp.asarray(rng.normal(size=shape) * 50, jnp.bfloat16) for shape in zip(ranks, widths, strict=True)]
@@ -61,7 +68,10 @@ def test_skinny_with_adapters(config, widths, ranks):
 
 
 # the same of configs that compute `x A`
-SKINNY_OWN = [(8, 8, 8, 4, 2), (8, 2, 4, 1, 3), (16, 4, 8, 3, 2), (16, 1, 12, 8, 1), (32, 2, 4, 4, 2), (24, 4, 4, 2, 1)]
+SKINNY_OWN = [
+    (8, 8, 8, 4, 2), (8, 2, 4, 1, 3), (16, 4, 8, 3, 2), (16, 1, 12, 8, 1), (32, 2, 4, 4, 2), (24, 4, 4, 2, 1),
+    (64, 1, 4, 2, 2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", SKINNY_OWN)
@@ -79,7 +89,7 @@ def test_skinny_that_computes_x_a(config, k, widths, ranks):
     rng = np.random.default_rng(k + len(ranks))
     b = [jnp.asarray(rng.normal(size=shape) * 2000, jnp.bfloat16) for shape in zip(ranks, widths, strict=True)]
     a = jnp.asarray(rng.normal(size=(k, sum(ranks))) / k**0.5, jnp.bfloat16)
-    for m, dtype in ((config.tile_m, jnp.bfloat16), (config.tile_m - 5, jnp.float32)):
+    for m, dtype in ((2 * config.tile_m - 5, jnp.float32), (config.tile_m, jnp.bfloat16)):
         x, bias = activations(m, k), jnp.asarray(rng.normal(size=640) * 100, dtype)
         x64, w = exact(x, weight)
         t = np.split(x64 @ np.asarray(a, np.float64), np.cumsum(ranks)[:-1], axis=1)
@@ -121,7 +131,7 @@ def test_skinny_rows_do_not_touch_each_other(config):
     """A row's bits are the same whatever the others hold, NaN too, and however many there are, a thousand times."""
     config = SkinnyConfig(*config)
     packed = packing.pack(weight_of(1024, 3584))
-    x = activations(config.tile_m, 3584)
+    x = activations(2 * config.tile_m - 1, 3584)
     whole = bits(skinny_matmul(x, packed, config))
     np.testing.assert_array_equal(bits(skinny_matmul(x[:5], packed, config)), whole[:5])
     spoilt = skinny_matmul(x.at[3].set(jnp.nan), packed, config)

@@ -101,7 +101,7 @@ def test_clusters_that_fit():
 
 def holds(config: GemmConfig | SkinnyConfig, n: int, k: int, m: int, has_lora: bool = False) -> bool:
     if isinstance(config, SkinnyConfig):
-        return config.fits(n, k, rank=32 * has_lora) and m <= config.tile_m
+        return config.fits(n, k, rank=32 * has_lora) and config.blocks(m) <= 2
     return config.fits(has_lora)
 
 

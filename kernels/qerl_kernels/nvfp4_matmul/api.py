@@ -281,14 +281,7 @@ def _launch_skinny(route: Route, x, weight: PackedNvfp4, bias, lora_b, lora_x=No
 
     scale = route.problem.adapters[0][-1] if lora_b else 1.0
     terms = {"bias": bias, "lora_a": a, "lora_b": lora_b, "scale": scale, "gpu": route.problem.gpu}
-    step = route.config.tile_m
-    if len(x) <= step:
-        return kernel.skinny_matmul(x, weight, route.config, lora_x=lora_x, **terms)
-    blocks = [slice(i, i + step) for i in range(0, len(x), step)]
-    of_rows = lambda rows: None if lora_x is None else lora_x[..., rows, :]  # noqa: E731
-    return jnp.concatenate(
-        [kernel.skinny_matmul(x[rows], weight, route.config, lora_x=of_rows(rows), **terms) for rows in blocks]
-    )
+    return kernel.skinny_matmul(x, weight, route.config, lora_x=lora_x, **terms)
 
 
 def _backward(route: Route, residual, dy):

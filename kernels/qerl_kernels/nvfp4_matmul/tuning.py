@@ -21,10 +21,11 @@ from importlib import resources
 from qerl_kernels.gpu import H200, Gpu, slug, user_table
 from qerl_kernels.nvfp4_matmul import lora_input
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
-from qerl_kernels.nvfp4_matmul.skinny.config import MAX_M, SkinnyConfig
+from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
 from qerl_kernels.nvfp4_matmul.tcgen05.config import Tcgen05Config
 
-MAX_SKINNY_M = 4 * MAX_M  # rows up to which tier "warp" runs the skinny kernel, for 32 rows at a time: not measured
+# Rows for which tier "warp" has configs; up to the other number its skinny kernel has blocks of as many (not measured).
+MAX_WARP_M, MAX_SKINNY_M = 32, 128
 MAX_TUNED_M = 128  # above, a config may take a smaller tile_m than the table says
 # What a k-tile costs beside its rows, in rows: 49 ns and 1.16 ns a row (tools/results/notes/matmul.md).
 K_TILE_ROWS = 42
@@ -133,7 +134,7 @@ def config_for(
             return None
         if m > MAX_SKINNY_M:
             return Tcgen05Config() if gpu.has_tcgen05 and min(n, k) >= MIN_FEATURES and not adapters else None
-        return _nearest_row(min(m, MAX_M), n, k, False, gpu).config.specialize(n, adapters, gpu)
+        return _nearest_row(min(m, MAX_WARP_M), n, k, False, gpu).config.specialize(n, adapters, gpu)
     if n < MIN_FEATURES or k < MIN_FEATURES:
         config = PLAINEST
     elif batch_invariant:

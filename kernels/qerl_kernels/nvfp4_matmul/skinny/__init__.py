@@ -1,1 +1,1 @@
-"""NVFP4 GEMM for decode batches (M ≤ 32) on Hopper: `kernel` says how it works."""
+"""NVFP4 GEMM for decode batches: `kernel` says how it works."""

@@ -10,7 +10,7 @@ from qerl_kernels.gpu import H200, Gpu
 from qerl_kernels.nvfp4_matmul.lora_input import MMA_ROWS, can_fuse
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
-MAX_M = 32
+MAX_TILE_M = 64
 X_ROW_BYTES = 2 * TILE  # a row of x in a k-tile
 # Codes and block scales of a 64 × 64 tile of the packed weight, and of an m16 tile's quarter of it.
 WORDS_TILE_BYTES, SCALES_TILE_BYTES = 2048, 256
@@ -58,7 +58,7 @@ class SkinnyConfig:
     """Tuning config, found by `nvfp4_matmul.tuner`.
 
     Attributes:
-      tile_m: largest number of rows of x (8, 16, 24 or 32).
+      tile_m: rows of x of a CTA, a multiple of 8 up to `MAX_TILE_M`.
       m16_tiles: `mma` tiles of 16 output features in a CTA (1, 2, 4 or 8).
       warps: warps of a CTA, which split K (a multiple of 4).
       cluster: CTAs of a cluster, which split K (1 to 8).
@@ -84,8 +84,12 @@ class SkinnyConfig:
         return MMA_ROWS * self.m16_tiles
 
     def clusters(self, n: int) -> int:
-        """Clusters of the grid for n output features."""
+        """Clusters of the grid for n output features, for each block of rows."""
         return math.ceil(n / TILE) * TILE // self.tile_n
+
+    def blocks(self, m: int) -> int:
+        """Blocks of up to `tile_m` rows."""
+        return -(-m // self.tile_m)
 
     def smem_bytes(self, rank: int = 0) -> int:
         """Shared memory of a CTA with or without adapters, each array a whole number of KiB.
@@ -107,7 +111,7 @@ class SkinnyConfig:
           gpu: the GPU.
         """
         return (
-            self.tile_m in (8, 16, 24, 32)
+            self.tile_m in range(8, MAX_TILE_M + 1, 8)
             and self.m16_tiles in (1, 2, 4, 8)
             and self.warps % 4 == 0
             and 4 <= self.warps <= 32

@@ -1,4 +1,4 @@
-"""NVFP4 GEMM for decode batches (M ≤ 32): on Hopper, and with clusters of one CTA on any GPU from sm_80 on.
+"""NVFP4 GEMM for decode batches: on Hopper, and with clusters of one CTA on any GPU from sm_80 on.
 
 Fixed launch and prologue cost is comparable to the weight traffic there.
 
@@ -86,7 +86,7 @@ def run(
     scale: float = 1.0,
     gpu: Gpu = H200,
 ) -> jax.Array:
-    """The equation of the module's docstring: x bf16 [m, k] -> bf16 [m, n], m up to `config.tile_m`.
+    """The equation of the module's docstring: x bf16 [m, k] -> bf16 [m, n], in blocks of `config.tile_m` rows.
 
     Args:
       launch: `ptx.launch.launch`, or another machine's.
@@ -126,7 +126,7 @@ def run(
         inputs,
         jax.ShapeDtypeStruct((x.shape[0], padded), jnp.bfloat16),
         name=f"nvfp4_skinny_m{config.tile_m}{'_lora_x' if config.computes_lora_x else ''}",
-        clusters=config.clusters(n),
+        clusters=config.clusters(n) * config.blocks(problem.m),
         ctas=config.cluster,
         warps=config.warps,
         shared_bytes=SharedLayout(config, problem.rank).arrays(),
@@ -139,7 +139,7 @@ def _check(x, weight, config, bias, lora_x, a, b, gpu) -> None:
     """Refuses arrays that the kernel, which has addresses alone, would misread."""
     (n, k), m, shapes = weight.shape, x.shape[0], tuple(each.shape for each in b)
     ranks = [rank for rank, _ in shapes]
-    if x.shape != (m, k) or m > config.tile_m or x.dtype != jnp.bfloat16:
+    if x.shape != (m, k) or x.dtype != jnp.bfloat16:
         raise ValueError(f"skinny_matmul: x is {describe(x)}, the weight {n} x {k}, {config}")
     if not config.fits(n, k, max(ranks, default=0), gpu):
         raise ValueError(f"skinny_matmul: {config} does not fit an SM or {n} x {k} features, adapters {shapes}")
@@ -180,12 +180,20 @@ class _Program:
         self.bias = None if problem.bias_bytes is None else rest.pop(0)
         self.y = rest.pop()
         warp = machine.warp_index()
-        first_tile = position.cluster * config.m16_tiles
+        clusters, blocks, tile_m = config.clusters(problem.n), config.blocks(problem.m), config.tile_m
+        block, rows, cluster = machine.i32(0), min(problem.m, tile_m), position.cluster
+        if blocks > 1:
+            block, cluster = cluster // clusters, cluster % clusters
+        if problem.m > tile_m and problem.m % tile_m:
+            rows = machine.minimum(block * -tile_m + problem.m, tile_m)
+        first_tile = cluster * config.m16_tiles
         is_first = position.rank < 1 if config.cluster > 1 else machine.i32(1)
         lane = position.thread % 32
         g, q = lane // 4, lane % 4
         memory = shared["warps_s"] + warp * self.layout.warp_bytes
-        self.thread = Thread(machine, position.rank, is_first, first_tile, position.thread, warp, lane, g, q, memory)
+        self.thread = Thread(
+            machine, position.rank, is_first, first_tile, block, rows, position.thread, warp, lane, g, q, memory
+        )
         self.reduction = Reduction(config, self.layout, self.thread, shared)
         a_or_lora_x, *b = rest or [None]
         self.lora = LoraTerm(problem, config, self.layout, self.thread, shared, a_or_lora_x, b, gpu.sms)
@@ -267,5 +275,5 @@ class _Program:
             values = [fma(machine, scale, tree_sum(more), v) for v, *more in zip(values, *vectors, strict=True)]
         words = [pack_bf16(machine, values[0], values[1]), pack_bf16(machine, values[2], values[3])]
         columns = -(-problem.n // TILE) * TILE
-        place = self.y + (row * columns + self._feature()) * 2
-        machine.store_global(place, words, exists & (row < problem.m))
+        place = self.y + ((self.thread.block * self.config.tile_m + row) * columns + self._feature()) * 2
+        machine.store_global(place, words, exists & (row < self.thread.rows))

@@ -70,7 +70,7 @@ class LoraTerm:
             at = (first * width + (within + thread.g * 2)) * 2
             b = [machine.load_global(base + (at + width * (2 * i)), 1, flag)[0] for i in range(4)]
             jobs.append((exists, b, [self._load_lora_x(n8, column + first, flag) for n8 in range(config.n8_tiles)]))
-        ctas = config.clusters(self.problem.n) * config.cluster
+        ctas = config.clusters(self.problem.n) * config.cluster * config.blocks(self.problem.m)
         max_words = MAX_HELD_ALONE if ctas <= self.sms and config.warps <= 8 else MAX_HELD
         if len(jobs) * config.n8_tiles * 4 * self.problem.partials > max_words:
             return [(exists, b, list(map(self._summed, lora_x))) for exists, b, lora_x in jobs]
@@ -104,8 +104,8 @@ class LoraTerm:
     def _load_lora_x(self, n8: int, column: I32, flag: I32) -> list[I32]:
         """Four ranks of this thread's row from `column` on: two words, or four for each partial."""
         row, problem, machine = self.thread.g + 8 * n8, self.problem, self.thread.machine
-        flag = flag & (row < problem.m)
-        place = row * problem.lora_columns + column
+        flag = flag & (row < self.thread.rows)
+        place = (self.thread.block * self.config.tile_m + row) * problem.lora_columns + column
         if not problem.partials:
             return machine.load_global(self.lora_x + place * 2, 2, flag)
         at, size = self.lora_x + place * 4, 4 * problem.m * problem.lora_columns

@@ -49,6 +49,11 @@ class Pipeline:
         self.words, self.scales, self.x = words, scales, x
         self.lora, self.rank = lora, None
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest block."""
+        return min(self.problem.m, self.config.tile_m)
+
     def begin(self, first: I32) -> list[Ptr]:
         """This lane's source addresses in a warp's first k-tile: words, scales, x and, where needed, A.
 
@@ -62,7 +67,8 @@ class Pipeline:
         scales = k_tile * SCALES_TILE_BYTES + (quarter * SCALES_M16_BYTES + lane * 16)
         if self.config.m16_tiles == 8:  # lanes 16-31 have the second 64 features
             scales = scales + (lane // 16) * ((k_tiles - 1) * SCALES_TILE_BYTES)
-        x = (lane // 8) * (k_tiles * X_ROW_BYTES) + (first * X_ROW_BYTES + (lane % 8) * 16)
+        row = self.thread.block * self.config.tile_m + lane // 8
+        x = row * (k_tiles * X_ROW_BYTES) + (first * X_ROW_BYTES + (lane % 8) * 16)
         at = [words, self.scales + scales, self.x + x]
         if self.config.computes_lora_x:
             row = first * TILE + lane // (self.layout.a_columns // 8)
@@ -87,7 +93,7 @@ class Pipeline:
         self.machine.cp_async(linear, scales, [(words_at + WORDS_M16_BYTES * tiles, 0)], has_scales)
         low = stage + self.to_x
         high = low ^ 64
-        for i in range(math.ceil(self.problem.m / 4)):  # garbage in a missing row of x spoils no other row
+        for i in range(math.ceil(self.most_rows / 4)):  # garbage in a missing row of x spoils no other row
             exists = flag & self.x_exists[i] if i in self.x_exists else flag
             self.machine.cp_async((low, high)[i % 2], x, [(4 * i * X_ROW_BYTES, 4 * i * k_tiles * X_ROW_BYTES)], exists)
         if a:
@@ -124,10 +130,11 @@ class Pipeline:
         # Lane 8 j + r gives row r and chunk j, then chunk j + 4.
         self.from_x = chunk * X_ROW_BYTES + (row ^ chunk) * 16
         self.from_scales = self.thread.g * 8
-        self.x_exists = {}  # flags of the copies of four rows that reach past the last row
-        for i in range(2 * self.config.n8_tiles):
-            if 4 * i < self.problem.m < 4 * i + 4:
-                self.x_exists[i] = row + 4 * i < self.problem.m
+        self.x_exists = {}  # flags of the copies of four rows that reach past the last row, in some block
+        fewest = self.problem.m - (self.config.blocks(self.problem.m) - 1) * self.config.tile_m
+        for i in range(math.ceil(self.most_rows / 4)):
+            if fewest < 4 * i + 4:
+                self.x_exists[i] = row + 4 * i < self.thread.rows
         if self.config.computes_lora_x:
             self._a_offsets()
 

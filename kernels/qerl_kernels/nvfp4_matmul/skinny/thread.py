@@ -17,6 +17,8 @@ class Thread:
       rank: rank of its CTA in the cluster.
       is_first: flag of rank 0, which adds up the cluster's sums.
       first_tile: first m16 tile of the cluster's output features.
+      block: block of rows.
+      rows: rows of the block: a number where all blocks have the same.
       index: index of the thread in its CTA.
       warp: index of its warp in the CTA.
       lane: lane in the warp.
@@ -29,6 +31,8 @@ class Thread:
     rank: I32
     is_first: I32
     first_tile: I32
+    block: I32
+    rows: I32 | int
     index: I32
     warp: I32
     lane: I32

@@ -12,7 +12,7 @@ from typing import TypeVar
 from qerl_kernels.gpu import Gpu
 from qerl_kernels.nvfp4_matmul import tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
-from qerl_kernels.nvfp4_matmul.skinny.config import MAX_M, SkinnyConfig
+from qerl_kernels.nvfp4_matmul.skinny.config import MAX_TILE_M, SkinnyConfig
 from qerl_kernels.nvfp4_matmul.tuner.trials import RANK, Gemm, Trial, present
 
 T = TypeVar("T")
@@ -65,14 +65,18 @@ def takes_lora(config: GemmConfig, n: int, widths: tuple[int, ...]) -> bool:
 
 
 def skinny_configs(m: int, n: int, k: int, gpu: Gpu, widths: tuple[int, ...] = ()) -> list[SkinnyConfig]:
-    """All that fit; none for m above 32. `widths`: of adapters whose `x A` they are to compute."""
-    if m > MAX_M:
+    """All that fit, with the fewest blocks of rows; none for more than four blocks. `widths`: of adapters whose `x A`
+    they are to compute.
+    """
+    blocks = -(-m // MAX_TILE_M)
+    if blocks > 4:
         return []
+    tile_m = -(-m // (8 * blocks)) * 8
     adapters, found = [(RANK, features) for features in widths], []
     for m16_tiles, warps, cluster in itertools.product((1, 2, 4, 8), (4, 8, 12, 16), range(1, 9)):
         units = math.ceil(math.ceil(k / 64) / cluster / warps)  # k-tiles of a warp, all of which may be in flight
         for stages in range(1, min(units, 8) + 1):
-            config = SkinnyConfig(-(-m // 8) * 8, m16_tiles, warps, cluster, stages, bool(adapters))
+            config = SkinnyConfig(tile_m, m16_tiles, warps, cluster, stages, bool(adapters))
             if config.fits(n, k, RANK, gpu) and config.specialize(n, adapters, gpu) == config:
                 found.append(config)
     return found
