@@ -30,7 +30,7 @@ from qerl_jax.rl.micro_batches import Assignment, Packed, PackShape, assign, pro
 from qerl_jax.rl.optimizer import apply_gradients, parts_of, zeros_like
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, out_of_memory
 from qerl_jax.rl.reduction import over_replicas
-from qerl_jax.rl.state import trained_trees
+from qerl_jax.rl.state import from_parts, in_parts, trained_trees
 from qerl_jax.types import Batch, TrainState
 
 
@@ -237,7 +237,9 @@ def _update(
     """One optimizer update; also returns the log-probabilities before it, [B, C]."""
     layers = layers_of(state.lora, state.norms)
     # Made between activations, which are freed earlier, they would split the free memory: peaks were up to 13 % higher.
-    gradients = [zeros_like(trained_trees(**each, config=state.config)) for each in layers]
+    trained = trained_trees(state.lora, state.norms, state.config)
+    zeros = from_parts([zeros_like(part) for part in in_parts(trained, len(layers))])
+    gradients = [{name: tree["layers"][i] for name, tree in zeros.items()} for i in range(len(layers))]
     sums, logprobs, d_x = head.no_sums(work.loss, completions, reference), zeros_like(completions["weights"]), None
     for some in micro_batches:
         x, packed = work.embed(sequences, some)
