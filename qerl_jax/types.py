@@ -109,7 +109,7 @@ class TrainState(_Replace):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompts(_Replace):
-    """Right-padded prompts.
+    """Right-padded prompts, on the host: a rollout packs them there.
 
     Attributes:
       tokens: token ids, padding after `lengths`.
@@ -118,18 +118,18 @@ class Prompts(_Replace):
       occurrences: how often each id came before; None: among these prompts.
     """
 
-    tokens: Int32[Array, "P T"]
-    lengths: Int32[Array, " P"]
-    ids: Int32[Array, " P"]
-    occurrences: Int32[Array, " P"] | None = None
+    tokens: Int32[np.ndarray, "P T"]
+    lengths: Int32[np.ndarray, " P"]
+    ids: Int32[np.ndarray, " P"]
+    occurrences: Int32[np.ndarray, " P"] | None = None
 
     def earlier(self) -> Int32[np.ndarray, " P"]:
         """`occurrences`, counted where they are not given."""
         if self.occurrences is not None:
-            return np.asarray(self.occurrences)
+            return self.occurrences
         seen: Counter[int] = Counter()
         found = np.zeros(len(self.ids), np.int32)
-        for place, name in enumerate(np.asarray(self.ids).tolist()):
+        for place, name in enumerate(self.ids.tolist()):
             found[place] = seen[name]
             seen[name] += 1
         return found
@@ -137,7 +137,7 @@ class Prompts(_Replace):
     def part(self, places: Int32[np.ndarray, " Q"]) -> Prompts:
         """Some of the prompts, whose samples are those that they have beside the others."""
         arrays = self.tokens, self.lengths, self.ids, self.earlier()
-        return Prompts(*(jax.device_put(np.asarray(array)[places]) for array in arrays))
+        return Prompts(*(array[places] for array in arrays))
 
     @classmethod
     def from_lists(cls, prompts: list[list[int]], ids: list[int] | None = None, length: int | None = None) -> Prompts:
@@ -161,8 +161,7 @@ class Prompts(_Replace):
         ids = range(len(prompts)) if ids is None else ids
         if len(ids) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts have {len(ids)} ids: each needs one")
-        # By NumPy and `device_put`: for `jnp.asarray` JAX compiles a program for each shape.
-        return cls(*(jax.device_put(np.asarray(x, np.int32)) for x in (tokens, lengths, ids)))
+        return cls(*(np.asarray(x, np.int32) for x in (tokens, lengths, ids)))
 
 
 @jax.tree_util.register_dataclass

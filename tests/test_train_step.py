@@ -101,7 +101,7 @@ def step(tmp_path, monkeypatch):
         lengths = jnp.asarray([len(ids) for _, ids in rows], jnp.int32)
         logprobs = jnp.full(tokens.shape, -0.5 - place, jnp.float32)
         finish = jnp.asarray(FINISH[place], jnp.int8)
-        return Rollout(jnp.asarray(tokens), logprobs, prompts.lengths[index], lengths, finish, index)
+        return Rollout(jnp.asarray(tokens), logprobs, jnp.asarray(prompts.lengths[index]), lengths, finish, index)
 
     def spy(**rows):
         calls.rewards.append(rows)
@@ -314,7 +314,7 @@ def test_the_end_of_a_run(step, tmp_path):
         tokens = jnp.asarray([[*ids, *[0] * (200 - len(ids))] for ids in own], jnp.int32)
         finish = jnp.full(len(rows), FinishReason.LENGTH, jnp.int8)
         lengths = jnp.asarray([len(ids) for ids in own], jnp.int32)
-        return Rollout(tokens, jnp.zeros(tokens.shape), prompts.lengths[rows], lengths, finish, rows)
+        return Rollout(tokens, jnp.zeros(tokens.shape), jnp.asarray(prompts.lengths[rows]), lengths, finish, rows)
 
     ahead = Ahead(1)
     ahead.cancel()

@@ -155,8 +155,8 @@ def measure(
     rng = np.random.default_rng(0)
     prompts, limits = draw(args, policy.config.vocab_size, rng)
     copies = batch // args.batch  # one for each replica
-    tokens, sizes = (jnp.repeat(array, copies, axis=0) for array in (prompts.tokens, prompts.lengths))
-    prompts = Prompts(tokens, sizes, jnp.arange(len(sizes)))
+    tokens, sizes = (np.repeat(array, copies, axis=0) for array in (prompts.tokens, prompts.lengths))
+    prompts = Prompts(tokens, sizes, np.arange(len(sizes), dtype=np.int32))
     limits = np.repeat(limits.reshape(-1, args.group), copies, axis=0).ravel()
     rewards = rng.random(batch).astype(np.float32)
     groups = np.arange(batch).reshape(-1, args.group)[replicas.share(config.num_prompts)]

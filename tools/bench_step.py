@@ -230,10 +230,10 @@ def roll_out(
 ) -> tuple[Rollout, float, float]:
     """(a rollout, seconds to compile its programs, seconds of one)."""
     if args.update_only:
-        lengths = np.repeat(np.asarray(prompts.lengths), args.group)
+        lengths = np.repeat(prompts.lengths, args.group)
         rng, width = np.random.default_rng(1), args.prompt_len + args.completion_len
         tokens = rng.integers(0, policy.config.vocab_size, (args.batch, width)).astype(np.int32)
-        tokens[:, : args.prompt_len] = np.repeat(np.asarray(prompts.tokens), args.group, axis=0)
+        tokens[:, : args.prompt_len] = np.repeat(prompts.tokens, args.group, axis=0)
         flat = [lengths, lengths + limits, np.zeros(args.batch), np.arange(args.batch) // args.group]
         kinds = (np.int32, np.int32, np.int8, np.int32)
         arrays = [array.astype(kind) for array, kind in zip(flat, kinds, strict=True)]

@@ -97,7 +97,8 @@ def written():
         logprobs = jnp.zeros(tokens.shape, jnp.float32)
         calls.append((prompts, sampling, key, engine, lengths - prompts.lengths[index]))
         finish = jnp.asarray(finish, jnp.int8)
-        return Rollout(jnp.asarray(tokens), logprobs, prompts.lengths[index], lengths, finish, index)
+        starts = jnp.asarray(prompts.lengths[index])
+        return Rollout(jnp.asarray(tokens), logprobs, starts, lengths, finish, index)
 
     return functools.partial(evaluate, policy, sample=generate), calls
 

@@ -422,7 +422,7 @@ def test_errors_name_the_numbers(policy):
     one = Prompts.from_lists([[1, 2]])
     for lengths, message in (([0], "prompts of 0 to 0 tokens in an array of width 2"), ([3], "of 3 to 3 tokens")):
         with pytest.raises(ValueError, match=message):
-            generate(policy, one.replace(lengths=jnp.asarray(lengths)), FREE, KEY)
+            generate(policy, one.replace(lengths=np.array(lengths, np.int32)), FREE, KEY)
     for token in (-1, 64):
         with pytest.raises(ValueError, match=rf"token ids from .*{token}.* vocab_size is 64"):
             generate(policy, [[1, token]], FREE, KEY)
