@@ -26,13 +26,7 @@ class Purpose(enum.IntEnum):
 
 def for_step(seed: int, purpose: Purpose, step: int) -> Array:
     """The key of a purpose at a step."""
-    return _folded(_root(seed), int(purpose), step)
-
-
-@functools.cache
-def _root(seed: int) -> Array:
-    with jax.ensure_compile_time_eval():
-        return jax.random.key(seed)
+    return _folded(jax.random.key(seed), int(purpose), step)
 
 
 @jax.jit
