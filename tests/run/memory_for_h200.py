@@ -97,15 +97,16 @@ def reserved(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[R
 
 
 def of_optimizer(state: TrainState, frozen: Any, batch: Batch, compiled: Callable[[Recorded], Compiled]) -> dict:
-    """Kernels that a part of the optimizer's step launches, for a layer or for what is in none, and the most memory
-    that XLA reserves for one of its programs.
+    """Kernels that the optimizer's step launches for each layer of a model of one part (`rl.state.in_parts`), and the
+    most memory that XLA reserves for one of its programs.
     """
     names = ("add_squares", "stays_finite", "apply")
     programs = [compiled(each) for each in record(grpo_step, state, frozen, batch) if each.function.__name__ in names]
+    assert len(programs) == len(names)
     texts = (program.as_text() for program in programs)
     kernels = sum(len(re.findall(r" (?:fusion|copy)\(", text[text.index("ENTRY") :])) for text in texts)
     return {
-        "optimizer_kernels": kernels * len(names) / len(programs),
+        "optimizer_kernels": kernels / state.model.num_layers,
         "optimizer_bytes": max(program.memory_analysis().temp_size_in_bytes for program in programs),
     }
 

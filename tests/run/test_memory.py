@@ -375,14 +375,14 @@ def test_update_compiled_for_a_gpu(cases):
     """Without recomputation and, on an RTX 4090, with it; a large vocabulary; and, of all, some layers
     recomputed, several sequences at a time and a long one: within 15 %.
 
-    The optimizer makes one array of many without writing it, and has at most 28 kernels for the 14 adapters of a layer
+    The optimizer makes one array of many without writing it, and has at most 30 kernels for the 14 adapters of a layer
     with their moments and gradients: one for each of these 56 arrays would take longer to launch than to run.
     """
     rows = json.loads(h200.run(Path(memory_for_h200.__file__), cases).stdout.splitlines()[-1])
     for row in rows:
         assert row["estimate"] == pytest.approx(row["real"], rel=0.15), row
     [row] = [row for row in rows if "optimizer_kernels" in row]
-    assert 0 < row["optimizer_kernels"] <= 28 and row["optimizer_bytes"] < 2**20, row
+    assert 0 < row["optimizer_kernels"] <= 30 and row["optimizer_bytes"] < 2**20, row
 
 
 def test_an_update_that_cannot_fit_is_refused_with_the_numbers_before_anything_is_loaded(tmp_path):
