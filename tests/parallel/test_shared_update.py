@@ -11,6 +11,7 @@ from helpers import assert_trees_equal, fp32_policy, randomized, with_norm_offse
 from replicas import on_replicas
 from updates import LENGTH, make_batch, make_config
 
+from qerl_jax.rl import state as rl_state
 from qerl_jax.rl.optimizer import whole_of
 from qerl_jax.rl.plan import choose_plan, make_update_plan
 from qerl_jax.rl.reduction import check_same_state, checksum
@@ -50,9 +51,12 @@ def alone(policy):
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.nightly), 7])
-def test_the_update_is_that_of_one_process(policy, alone, count):
-    """Uneven deals of five micro-batches: 3 and 2; 2, 2 and 1; one each and two replicas without any."""
+def test_the_update_is_that_of_one_process(policy, alone, monkeypatch, count):
+    """Uneven deals of five micro-batches: 3 and 2; 2, 2 and 1; one each and two replicas without any. They add up two
+    parts of a layer each.
+    """
     state, batch, plan, (wanted, metrics) = alone
+    monkeypatch.setattr(rl_state, "_TOGETHER", 1)
     found = on_replicas(count, lambda replicas: grpo_step(state, policy.frozen, batch, plan, replicas=replicas))
     for after, reported in found:
         assert_trees_equal((whole_of(after), reported), (whole_of(found[0][0]), found[0][1]))
@@ -76,9 +80,12 @@ def test_an_update_that_is_not_finite_on_one_replica_is_skipped_on_all(policy, a
         assert_trees_equal(whole_of(after), whole_of(state))
 
 
-def test_states_that_differ_in_a_bit_end_the_run(alone):
-    """Of all adapters, of the optimizer, or the highest of one array; also where two elements are exchanged."""
+def test_states_that_differ_in_a_bit_end_the_run(alone, monkeypatch):
+    """Of all adapters, of the optimizer, or the highest of the last layer's last array; also where two elements are
+    exchanged.
+    """
     state, *_ = alone
+    monkeypatch.setattr(rl_state, "_TOGETHER", 1)
 
     def changed(change):
         return jax.tree.map(lambda leaf: change(leaf) if leaf.ndim == 2 else leaf, state.lora)
@@ -93,8 +100,8 @@ def test_states_that_differ_in_a_bit_end_the_run(alone):
     count = jax.tree.map(lambda leaf: leaf + 1 if leaf.dtype == jnp.int32 else leaf, state.opt_state)
     bit = changed(lambda leaf: leaf.at[0, 0].set(jnp.nextafter(leaf[0, 0], 2.0)))
     swapped = changed(lambda leaf: leaf.at[0, :2].set(leaf[0, :2][::-1]))
-    (first, *leaves), structure = jax.tree.flatten(state.lora)
-    sign = jax.tree.unflatten(structure, [first.at[0, 0].multiply(-1), *leaves])
+    (*leaves, last), structure = jax.tree.flatten(state.lora)
+    sign = jax.tree.unflatten(structure, [*leaves, last.at[0, 0].multiply(-1)])
     for other in (*(state.replace(lora=lora) for lora in (bit, swapped, sign)), state.replace(opt_state=count)):
         for error in check(other):
             assert str(error).startswith("the replicas differ in the state after step 0, by parts: [[")

@@ -279,17 +279,22 @@ def test_the_optimizer_begins_as_optax_begins_over_the_whole_tree(micro, changes
 
 @pytest.mark.usefixtures("together")
 @pytest.mark.parametrize("own", [None, optax.sgd(0.1)], ids=["adamw", "own"])
-def test_a_gradient_in_one_vector_makes_the_step_of_its_arrays(micro, own):
-    state, rng = init_state(micro, make_config(), own), np.random.default_rng(0)
+def test_arrays_and_one_vector_make_the_step_of_optax_over_the_whole_tree(micro, own):
+    state, rng = init_state(micro, make_config(max_grad_norm=0.5), own), np.random.default_rng(0)
     layers = [micro.lora["layers"][i] for i in (0, 1)]
     gradients = [{"lora": jax.tree.map(lambda leaf: jnp.float32(rng.normal(size=leaf.shape)), one)} for one in layers]
     parts, sums = optimizer.parts_of(gradients), empty_sums(["loss", "tokens", "trained_tokens"])
     vectors = flat_parts(parts, in_one_vector(Replicas(1, 2), parts, sums))
     assert_trees_equal([vector.tree() for vector in vectors], parts)
-    (found, metrics), (wanted, expected) = (optimizer.apply_gradients(state, each, sums) for each in (vectors, parts))
-    for a, b in zip(*(jax.tree.leaves((after.lora, after.opt_state)) for after in (found, wanted)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-6)
+    whole, norm = {"lora": {"layers": {i: gradients[i]["lora"] for i in (0, 1)}}}, optax.tree.norm(gradients)
+    clipped = jax.tree.map(lambda leaf: leaf * 0.5 / norm, whole)
+    updates, opt_state = (own or make_optimizer(state.config)).update(clipped, state.opt_state, {"lora": state.lora})
+    wanted = optax.apply_updates(state.lora, updates["lora"]), opt_state
+    for each in (parts, vectors):
+        after, metrics = optimizer.apply_gradients(state, each, sums)
+        for a, b in zip(*map(jax.tree.leaves, ((after.lora, after.opt_state), wanted)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
 
 
 class Waited:
