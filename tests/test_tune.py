@@ -13,7 +13,7 @@ from qerl_kernels.kernel_times import Kernel, kernel_medians
 from qerl_kernels.nvfp4_matmul import packing, tuning
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.skinny.config import SkinnyConfig
-from qerl_kernels.nvfp4_matmul.tuner.candidates import trials
+from qerl_kernels.nvfp4_matmul.tuner.candidates import skinny_configs, trials
 from qerl_kernels.nvfp4_matmul.tuner.search import halved, keep
 from qerl_kernels.nvfp4_matmul.tuner.trials import MANY, RANK, Gemm, Prologue, Timer, Trial, adapters, gemm_of
 from qerl_kernels.ops import fp32_matmul
@@ -124,6 +124,14 @@ def test_x_a_within_the_gemm_is_tried_unless_xla_would_compute_it_beside_a_norm(
     assert any(config.computes_lora_x for config in skinny) == is_tried
     assert not all(config.computes_lora_x for config in skinny)
     assert not any(isinstance(t.config, SkinnyConfig) for t in trials(found[0].gemm, 8, "dx", 10**6, H200))
+
+
+def test_the_skinny_kernel_is_tried_in_the_fewest_blocks_of_rows():
+    """Of 64 rows at most, each as small as it may be; in no more than four."""
+    for m, tile_m, blocks in ((30, 32, 1), (64, 64, 1), (65, 40, 2), (129, 48, 3), (256, 64, 4)):
+        found = skinny_configs(m, 1024, 1024, H200)
+        assert {(config.tile_m, config.blocks(m)) for config in found} == {(tile_m, blocks)}
+    assert not skinny_configs(257, 1024, 1024, H200)
 
 
 def test_a_config_with_wrong_results_is_not_timed():

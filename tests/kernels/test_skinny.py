@@ -54,7 +54,7 @@ def test_a_cta_has_no_more_features_than_divide_the_padded_ones(n, m16_tiles):
         (SkinnyConfig(64, m16_tiles=1, warps=8, stages=1), 64, 64, 64 * 9, (32, 16), 0),
         (SkinnyConfig(48, m16_tiles=2, warps=4, stages=1), 41, 128, 64 * 7, (), 0),
         (SkinnyConfig(8, m16_tiles=2, warps=4, stages=2), 21, 128, 64 * 5, (32,), 3),
-        (SkinnyConfig(16, m16_tiles=4, warps=4, stages=2, cluster=3), 35, 128, 64 * 9, (32, 16), 0),
+        (SkinnyConfig(16, m16_tiles=4, warps=4, stages=2, cluster=3), 27, 128, 64 * 9, (32, 16), 0),
         (SkinnyConfig(16, m16_tiles=2, warps=4, stages=2, cluster=2), 48, 96, 64 * 5, (32,), 1),
     ],
 )
