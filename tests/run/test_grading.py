@@ -15,6 +15,7 @@ from qerl_jax.config import Config
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.data.stream import ProblemStream
+from qerl_jax.messages import Given
 from qerl_jax.parallel import Replicas
 from qerl_jax.rewards import functions, load
 from qerl_jax.rewards.pool import WorkerPool
@@ -144,3 +145,28 @@ def rolled_out(problems: list[EncodedProblem], own: list[int], groups: list[list
     lengths, index = np.array([2 + len(ids) for ids in rows], np.int32), np.repeat(np.array(own, np.int32), 2)
     arrays = tokens, tokens.astype(np.float32), np.full_like(lengths, 2), lengths, np.array(finish, np.int8), index
     return Rollout(*map(jax.device_put, arrays))
+
+
+def test_only_what_cannot_hold_up_sampling_begins_and_only_the_next_call_takes_it(monkeypatch):
+    """Without workers neither a built-in reward whose time has no bound, nor a function given as an object."""
+    calls = []
+
+    def noting(name):
+        return lambda completions, **_: calls.append((name, *completions)) or [0.0] * len(completions)
+
+    for name in ("answer", "overlong"):
+        monkeypatch.setitem(functions.BUILT_IN, name, noting(name))
+    monkeypatch.setattr(load, "IN_WORKERS", ("overlong",))
+    first, other = (
+        functions.as_rows(["p"], [text], ["a"], prompt_index=[0], completion_lengths=[1]) for text in ("first", "other")
+    )
+    with load.load_rewards(("answer", "overlong", Given("mine", noting("mine"))), 0, 1.0) as rewards:
+        for whole in (True, False):
+            rewards.begin(first, whole)
+        assert calls == [("answer", "first")]
+        for rows in (first, first):
+            rewards["answer"](**rows)
+        rewards.begin(first, False)
+        for rows in (other, first):
+            rewards["answer"](**rows)
+    assert calls == [("answer", text) for text in ("first", "first", "first", "other", "first")]
