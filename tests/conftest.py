@@ -115,6 +115,15 @@ def few_mappings() -> Iterator[None]:
         jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def kept_programs_forgotten() -> Iterator[None]:
+    """For a module that traces programs while they are kept lowered: JAX forgets them behind it. It would call them in
+    later modules, where their results are committed to a device although no argument is (`call_exported`).
+    """
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def nothing_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled while a run's input is read, for tests of many runs that are refused or stopped there. A run

@@ -28,6 +28,8 @@ from qerl_jax.models.lora import LoraConfig
 from qerl_jax.rollout.decode import cast_lora
 from qerl_jax.types import Sampling
 
+pytestmark = pytest.mark.usefixtures("kept_programs_forgotten")
+
 SHORT = ["--max-prompt-length", "120", "--max-completion-length", "4", "--batch-size", "4", "--dtype", "float32"]
 TOO_LONG = ["--dataset", "arithmetic", "--samples", "3", "--max-prompt-length", "4"]
 

@@ -19,6 +19,8 @@ from qerl_jax.config import dump
 from qerl_jax.lowered import as_in_sources
 from qerl_jax.reporting.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("kept_programs_forgotten")
+
 FEW, MANY = 3, 160  # steps of a run: of the quick test, of the nightly one
 MISSED = 120  # seconds after which a moment that never came is given up
 TRIES = 8  # for a moment at the end of a run, which ends if it is missed

@@ -101,7 +101,7 @@ def embed(
     return embedding[packed_tokens(sequences["tokens"], packed)].astype(jnp.float32), packed
 
 
-@program(static_argnames="loss", keep_unused=True)
+@program(static_argnames="loss")
 def no_sums(loss: LossSettings, completions: LossInputs, reference: Float32[Array, "B C"] | None) -> Sums:
     """Sums over no token, of every metric that `head_loss` adds to, and the batch's tokens in the loss."""
     zeros = jnp.zeros_like(completions["weights"])

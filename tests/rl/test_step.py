@@ -32,6 +32,8 @@ from qerl_jax.rl.state import init_state, trained_trees
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
 
+pytestmark = pytest.mark.usefixtures("kept_programs_forgotten")
+
 
 @pytest.fixture(scope="module")
 def micro(micro_dir) -> Policy:

@@ -25,6 +25,8 @@ from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.run.abstract import abstract_trees
 from qerl_jax.types import Engine, Policy, Prompts, Rollout, Sampling
 
+pytestmark = pytest.mark.usefixtures("kept_programs_forgotten")
+
 MODEL = ModelConfig(64, 128, 128, 5, 4, 2, 32, 1e4, 1e-6, True, 64, (0,), 0)
 BF16 = jnp.dtype(jnp.bfloat16)
 COMPILED = "/jax/core/compile/backend_compile_duration"

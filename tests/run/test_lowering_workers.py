@@ -31,6 +31,8 @@ from qerl_jax.run.lowering_workers import LoweringWorkers, useful_workers
 from qerl_jax.run.rehearsal import rehearse_evaluation_of_run, rehearse_run
 from qerl_jax.train import parse
 
+pytestmark = pytest.mark.usefixtures("kept_programs_forgotten")
+
 ON_GPU = "--weight-format nvfp4 --dtype bfloat16 --matmul-kernel mosaic_gpu"
 WIDE = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 1}
 
