@@ -151,6 +151,7 @@ _LATEX = tuple(
         (r"\A\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*\Z", r"\1"),  # {42}
         (rf"({_TEXT})\s*\^(?:[23]|\{{[23]\}})", r"\1"),  # \text{ft}^2
         (r"\^(?:\\circ|\{\\circ\})", "°"),
+        (r"(?<=[\d}°])(?:\s|~|\\[ ,;])*\\(?:text|mathrm)\{\s*[ACFJKLNVW]\s*\}", "° "),  # 5\text{ L}
     )
 )
 _NOTATION = tuple(
@@ -162,6 +163,7 @@ _NOTATION = tuple(
         (r"\\[dt]?frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),  # \frac12
         (r"(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+) +(\d+)/(\d+)", _improper),
         (rf"{_TEXT}|(?<!\S)\*\*([^*]+)\*\*(?!\w)", lambda match: match[1] or match[2] or ""),
+        (r"°\s*[CFK]\b", "°"),
         (r"(?<=ft|[cmk]m|in)(?:\^(?:[23]|\{[23]\})|[²³])", ""),
     )
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,7 +100,7 @@ def extract_program(completion: str) -> str | None:
     for part in reversed(completion.split(_FENCE)[1:-1]):
         language, newline, program = part.partition("\n")
         if newline and language.strip().lower() in _LANGUAGES:
-            return program
+            return textwrap.dedent(program)  # of a block in a list
     return None
 
 
@@ -121,12 +123,15 @@ def _arguments(given: Any) -> list[Any]:
 
 
 def _returned(output: str, expected: Any) -> bool:
-    """Whether the returned value is the expected one. Some datasets wrap it in a list of one or write it as JSON."""
+    """Whether the returned value is the expected one. Some datasets wrap it in a list of one or write it as JSON, a
+    string among them.
+    """
+    forms = [expected]
     try:
         value = json.loads(output)
-        if isinstance(expected, str) and not isinstance(value, str):
-            expected = json.loads(expected)
-        return _equal(value, expected) or (isinstance(expected, list) and _equal([value], expected))
+        with contextlib.suppress(ValueError):
+            forms += [json.loads(expected)] if isinstance(expected, str) else []
+        return any(_equal(value, form) or (isinstance(form, list) and _equal([value], form)) for form in forms)
     except (ValueError, RecursionError):  # no JSON, or nested too deep to be compared
         return False
 

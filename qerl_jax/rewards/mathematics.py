@@ -21,7 +21,7 @@ _CONSTANT = re.compile(r"\\(?:mathrm|text|operatorname)\{\s*([ei])\s*\}")
 _CUT = re.compile(r"(?:[-+*/^={(]|\\(?:cdot|times|div))\s*\Z")
 _BETWEEN_FORMULAS = re.compile(r"\$\s*\band\b\s*\$")
 _ELLIPSIS = re.compile(r"\\[lc]?dots|…|\.\.\.")
-_NO_PLAIN_NUMBER = re.compile(r"%|\d_|[A-Za-z]\s*=")  # shares, bases, equations: for math-verify
+_NO_PLAIN_NUMBER = re.compile(r"\d_|[A-Za-z]\s*=")  # bases, equations: for math-verify
 _DECIMAL_COMMA = re.compile(r"\$?-?0,\d+\$?")  # `1,2` is a list of two numbers
 _PLAIN = re.compile(r"[-+\d.,\s$]+|\$?[-+]?\\[dt]?frac\{-?\d+\}\{\d+\}\$?")
 _BRACED_PAIR = re.compile(r"\$?\\\{[^,{}]+,[^,{}]+\\\}\$?")
@@ -71,6 +71,8 @@ def _verify(completion: str, gold: str) -> float | None:
 
 def _by_text(stated: str, gold: str) -> float | None:
     """The verdict on answers that need no algebra: numbers, words, bases, ellipses, intervals; None for others."""
+    if "%" in stated + gold and (verdict := _by_percent(stated, gold)) is not None:
+        return verdict
     decimal = "." in stated and _DECIMAL_COMMA.fullmatch(gold.strip()) is not None
     expected = None if _NO_PLAIN_NUMBER.search(gold) else parse_number(gold, decimal_comma=decimal)
     if expected is not None and not _NO_PLAIN_NUMBER.search(stated):
@@ -90,6 +92,22 @@ def _by_text(stated: str, gold: str) -> float | None:
     if any(_BRACED_PAIR.fullmatch(one) and _PARENTHESIZED.fullmatch(other) for one, other in pairs):
         return 0.0
     return None
+
+
+def _by_percent(stated: str, gold: str) -> float | None:
+    """The verdict where one answer at least has a percent sign and both state a number: 50 % is 0.5, and 50 without
+    the sign, too. None for others. (math-verify takes the sign of `33\\frac{1}{3}\\%` for a factor of the fraction
+    alone, or drops it with the fraction.)
+    """
+    expected, given = parse_number(gold), parse_number(stated, decimal_comma="," not in gold)
+    if expected is None or given is None:
+        return None
+    pairs = [(expected, given)]
+    if "%" not in stated:
+        pairs.append((expected / 100, given))
+    elif "%" not in gold:
+        pairs.append((expected, given / 100))
+    return float(any(one == other or _is_rounded(one, other) for one, other in pairs))
 
 
 def _is_rounded(expected: Fraction, given: Fraction) -> bool:

@@ -29,6 +29,15 @@ def test_words_beside_a_number(number):
     assert [text for text in CHANGED if same_answer(text.format(number), number)] == []
 
 
+@pytest.mark.parametrize(
+    "unit", ["\\text{ L}", "\\ \\mathrm{W}", "^\\circ\\text{F}", "^{\\circ} C", "°C", "°\\,\\text{K}"]
+)
+def test_units_of_one_capital(unit):
+    """Where it stands behind a degree sign or is written as text; `5A` and `5 N` may be anything."""
+    assert same_answer(f"\\boxed{{68{unit}}}", "68") and not same_answer(f"\\boxed{{68{unit}3}}", "683")
+    assert not any(same_answer(text, "5") for text in ("5 A", "5N", "5\\text{ X}", "5\\text{ A} + \\text{ B}"))
+
+
 WRITTEN = (
     "42", "42.0", "-42", "84/2", "\\frac{84}{2}", "0.5", "1/2", "\\frac{1}{2}", "0.25", "1234", "1,234", "3", "2",
 )  # fmt: skip

@@ -28,6 +28,8 @@ def test_extract_program():
     assert extract_program("print(1)") is None
     for language in ("Python", "PY ", "python3"):
         assert extract_program(f"```{language}\nprint(1)\n```") == "print(1)\n"
+    item = "1. So:\n   ```python\n   if True:\n       print(1)\n   ```"
+    assert extract_program(item) == "if True:\n    print(1)\n"
 
 
 def block(program: str) -> str:
@@ -165,6 +167,8 @@ def test_a_deeply_nested_result_is_wrong_and_ends_no_run():
         ("true", 1, False), ("1", True, False), ("true", True, True), ("1", 1, True), ("1.0", 1, True),
         ("[true, 0]", [1, False], False), ("[1, 0]", [1, 0], True), ("true", [1], False), ("true", [True], True),
         ('{"a": true}', {"a": 1}, False), ('{"a": [1]}', {"a": [1]}, True), ("true", "1", False), ("1", "1", True),
+        # A string, and as JSON.
+        ('"a"', "a", True), ('"a"', '"a"', True), ('"a"', '"b"', False), ('"1"', "1", True), ('"a"', '["a"]', True),
     ],
 )  # fmt: skip
 def test_true_is_not_one(output, expected, is_same):

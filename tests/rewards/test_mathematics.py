@@ -72,7 +72,14 @@ def test_dapo(completion, gold, value):
         ("<answer>0.22</answer>", "0,22", 1),
         ("<answer>0.333</answer>", "\\frac{1}{3}", 0),
         ("<answer>1.414214</answer>", "\\sqrt{2}", 1),
-        ("<answer>50\\%</answer>", "0.5", 1),
+        *((f"<answer>{stated}</answer>", "0.5", 1) for stated in ("50\\%", "50.0 %", "0.5\\%")),
+        *((f"<answer>{stated}</answer>", "12.5\\%", 1) for stated in ("12.5", "\\frac{1}{8}", "12.50\\%")),
+        *((f"<answer>{stated}</answer>", "12.5\\%", 0) for stated in ("1250", "1250\\%", "0.125\\%", "12.6")),
+        *((f"<answer>{stated}\\%</answer>", stated, 1) for stated in ("12.5", "-5", "1,250", "33\\frac{1}{3}")),
+        *((f"<answer>{stated}</answer>", "33\\frac{1}{3}\\%", 1) for stated in ("\\frac{100}{3}", "1/3", "100/3\\%")),
+        *((f"<answer>{stated}</answer>", "33\\frac{1}{3}\\%", 0) for stated in ("33", "33\\%", "33.3\\%", "1/3\\%")),
+        ("<answer>33.333333\\%</answer>", "\\frac{100}{3}", 1),
+        ("<answer>x\\%</answer>", "x\\%", 1),
         # What math-verify pays for, and is wrong: its tolerance is absolute, it drops an ellipsis, and reads an
         # interval as the set of its ends.
         ("<answer>0.0000002</answer>", "0.0000001", 0),
