@@ -233,6 +233,10 @@ def test_a_curriculum_by_a_column(tmp_path):
     files[1].write_text('{"question": "q", "answer": "1", "level": "hard"}')
     with pytest.raises(DataError, match="data_order 'level': the column holds number and text, which cannot be sorted"):
         prepare.load_problems(config, tokenizer, console)
+    for values, words in (((True, 2), "bool and number"), ((10**19, 2), "int of more than 64 bits and number")):
+        with pytest.raises(DataError, match=f"the column holds {words}, which cannot be sorted"):
+            prepare.check_sortable("level", values)
+    prepare.check_sortable("level", [True, False])
     files[0].write_text("\n".join(json.dumps({"question": "q", "answer": "1", "level": x}) for x in ("medium", "easy")))
     prepare.load_problems(config, tokenizer, console)
     order = "data_order level: its values are texts, in the order 'easy', 'hard', 'medium'; numbers (1, 2) go by size"

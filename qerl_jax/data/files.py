@@ -115,9 +115,21 @@ def open_rows(where: str, rows: Iterable[Any], wanted: Collection[str]) -> Sourc
     def records() -> Iterator[tuple[str, dict[str, Any]]]:
         for number, row in enumerate(kept, 1):
             place = f"row {number}"
-            yield place, _as_written(_object(row, where, place), narrow)
+            values = {name: _of_python(value) for name, value in _object(row, where, place).items()}
+            yield place, _as_written(values, narrow)
 
     return Source(where, list(features), records())
+
+
+def _of_python(value: Any) -> Any:
+    """A value of NumPy's, as the records of pandas hold, as one of Python's; a float has the shortest decimal of its
+    type.
+    """
+    if isinstance(value, np.ndarray):
+        return [_of_python(item) for item in value]
+    if isinstance(value, np.floating):
+        return float(str(value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _kind_of(feature: Any) -> _Float | None:
@@ -149,6 +161,9 @@ def _json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
     except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # an object a line
+            yield from _json_lines(path)
+            return
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} holds a {type(rows).__name__}, expected a list of objects")

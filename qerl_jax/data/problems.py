@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -342,9 +343,9 @@ def _problem(
 def _text(value: Any, column: str) -> str:
     if value is None or value != value:  # NaN is how pandas writes "none"
         raise Unusable(f"no {column!r}")
-    if not isinstance(value, str | int | float) or isinstance(value, bool):
+    if not isinstance(value, str | int | float | Decimal) or isinstance(value, bool):
         raise Unusable(f"{column!r} is neither text nor a number")
-    if isinstance(value, float) and math.isinf(value):  # also 1e400 in JSON
+    if isinstance(value, float | Decimal) and math.isinf(value):  # also 1e400 in JSON
         raise Unusable(f"{column!r} is not finite")
     return _legible(str(int(value) if isinstance(value, float) and value.is_integer() else value), column)
 

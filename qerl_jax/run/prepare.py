@@ -386,10 +386,13 @@ def check_sortable(column: str, values: Iterable[Any]) -> None:
     def kind(value: Any) -> str:
         if isinstance(value, str):
             return "text"
-        return "number" if isinstance(value, int | float) and value == value else type(value).__name__
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:  # no column of the completions' files holds it
+            return "int of more than 64 bits"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        return "number" if is_number else type(value).__name__
 
     kinds = set(map(kind, values))
-    if kinds not in ({"number"}, {"text"}):
+    if kinds not in ({"number"}, {"text"}, {"bool"}):
         raise DataError(
             f"data_order {column!r}: the column holds {' and '.join(sorted(kinds))}, which cannot be sorted"
         )

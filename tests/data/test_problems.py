@@ -3,8 +3,10 @@
 import json
 import os
 import tracemalloc
+from decimal import Decimal
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -343,6 +345,46 @@ def test_records_in_memory():
         load_dataset(Given("mine", {"question": ["p"]}), "train")
     with pytest.raises(DataError, match="mine holds no problems"):
         load_dataset(Given("mine", []), "train")
+
+
+def test_records_of_pandas(tmp_path):
+    """NumPy's numbers and arrays are read as Python's, as from the file that they came from."""
+    pandas = pytest.importorskip("pandas")
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    numbers = {"level": [3, 4], "share": np.float32([2.55, 0.5]), "parts": [np.float32([0.1]), np.float32([])]}
+    frame = pandas.DataFrame({"question": [messages, messages], "answer": [4.5, 5.0], **numbers})
+    frame.to_parquet(tmp_path / "x.parquet")
+    records = pandas.read_parquet(tmp_path / "x.parquet").to_dict("records")
+    assert isinstance(records[0]["question"], np.ndarray)
+    records[0] |= {"level": np.int64(3), "share": np.float32(2.55)}
+    for name in (Given("mine", records), str(tmp_path / "x.parquet")):
+        problems = load_dataset(name, "train", reward_columns=list(numbers)).problems
+        assert [(p.prompt, p.answer, len(p.messages)) for p in problems] == [("q", "4.5", 2), ("q", "5", 2)]
+        assert [dict(p.extra) for p in problems] == [
+            {"level": 3, "share": 2.55, "parts": [0.1]},
+            {"level": 4, "share": 0.5, "parts": []},
+        ]
+        assert [type(problems[0].extra[name]) for name in numbers] == [int, float, list]
+
+
+def test_answers_that_are_decimals():
+    values = [Decimal("4.50"), Decimal("NaN"), Decimal("Infinity"), np.float64("nan"), np.bool_(True)]
+    dataset = load_dataset(Given("mine", [{"question": "p", "answer": value} for value in values]), "train")
+    assert [p.answer for p in dataset.problems] == ["4.50"]
+    assert all(
+        words in dataset.notes[0]
+        for words in ("2 × no 'answer'", "1 × 'answer' is not finite", "1 × 'answer' is neither")
+    )
+
+
+def test_json_with_an_object_a_line(tmp_path):
+    """As `datasets` writes under the name .json, too."""
+    lines = [json.dumps({"question": name, "answer": "1"}) for name in "ab"]
+    (tmp_path / "x.json").write_text("\n".join(lines))
+    assert [p.prompt for p in load_dataset(str(tmp_path / "x.json"), "train").problems] == ["a", "b"]
+    (tmp_path / "x.json").write_text("\n".join([*lines, "{"]))
+    with pytest.raises(DataError, match=r"x\.json, line 3 is not JSON"):
+        load_dataset(str(tmp_path / "x.json"), "train")
 
 
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
