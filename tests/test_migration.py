@@ -330,6 +330,16 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
             "steps_per_generation 8: TRL makes updates of 4 completions from rollouts of 32; here an update has a",
         ),
         ("generation_batch_size: 32\ngradient_accumulation_steps: 4", {"batch_size": 32}, ""),
+        (
+            "use_peft: no\nbf16: Off\nshuffle_dataset: NO",
+            {"dtype": "float32", "data_order": "sequential"},
+            "use_peft False",
+        ),
+        ("use_peft: yes\nload_in_4bit: on\nbf16: on", {"dtype": "bfloat16", "weight_format": "nf4"}, ""),
+        *(
+            (f"dataset_name: openai/gsm8k\neval_strategy: {strategy}", {"eval_dataset": evaluated}, "")
+            for strategy, evaluated in (("no", None), ("off", None), ("false", None), ("steps", "gsm8k"))
+        ),
         ("num_processes: 4", {"batch_size": 32}, "its batch for 4 processes. Left out:"),
         ("use_vllm: true\nvllm_importance_sampling_correction: false", {"importance_sampling_cap": None}, ""),
         ("reward_funcs: trl.rewards.accuracy_reward", {"reward_funcs": ("math_verify",)}, ""),

@@ -50,6 +50,7 @@ _RENAMED = {
     for name, entry in FOREIGN.items()
     if "TRL" in entry.origin and len(entry.fields) == 1 and not entry.note
 }
+_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}  # of YAML 1.1, which TRL reads
 _OF_DATASETS = {"name": "a preset has its own", "fraction": "see dataset_weights"}
 _UNSET = {"dataset": "left out, it is gsm8k", "reward_funcs": "left out, they are those of the dataset"}
 
@@ -78,7 +79,8 @@ def translate(given: Mapping[str, Any], beside: Path = Path()) -> tuple[dict[str
     """Fields of a config, and a line for each setting that is not among them. Relative files are looked for in the
     working directory, as TRL does, and in `beside`.
     """
-    values = DEFAULTS | _BATCH | _PROCESSES | {name: value for name, value in given.items() if value is not None}
+    own = {name: _as_read(name, value) for name, value in given.items() if value is not None}
+    values = DEFAULTS | _BATCH | _PROCESSES | own
     left_out: list[str] = []
     if isinstance(sampling := values.get("generation_kwargs"), Mapping):  # they come last in TRL, too
         values |= {name: value for name, value in sampling.items() if name in FOREIGN["generation_kwargs"].fields}
@@ -95,6 +97,12 @@ def translate(given: Mapping[str, Any], beside: Path = Path()) -> tuple[dict[str
             field = f"see {here}" + (f" ({note})" if note else "")
             left_out.append(f"{said}: {field if here else note}")
     return fields, left_out
+
+
+def _as_read(name: str, value: Any) -> Any:
+    """A value as TRL's reader of YAML takes it. The strategy "no" is a text."""
+    read = _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
+    return "no" if read is False and name.endswith("_strategy") else read
 
 
 def _model(values: dict[str, Any], left_out: list[str]) -> dict[str, Any]:
