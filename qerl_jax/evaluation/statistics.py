@@ -39,13 +39,20 @@ def ks(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length())} | {n})
 
 
-def estimates(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES) -> dict[str, Estimate]:
-    """Mean of each list of P values in [0, 1], one a problem, with its interval over problems: Wilson's where all of
-    them are 0 or 1, or equal, else the percentile bootstrap's (Efron & Tibshirani 1993, chapter 13), for which all
-    lists are resampled together, from one fixed seed. Of equal values the bootstrap's has no width; no values of the
-    same mean vary more than those that are 0 or 1.
+def estimates(
+    values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES, least: float = 0.0
+) -> dict[str, Estimate]:
+    """Mean of each list of P values from `least` to 1, one a problem, with its interval over problems: Wilson's where
+    all of them are `least` or 1, or equal, else the percentile bootstrap's (Efron & Tibshirani 1993, chapter 13), for
+    which all lists are resampled together, from one fixed seed. Of equal values the bootstrap's has no width; no values
+    of the same mean vary more than those that are `least` or 1. Differences of two shares have a `least` of −1.
+
+    Raises ValueError for a value below `least` or above 1.
     """
     columns = {name: np.array(column, np.float64) for name, column in values.items()}
+    for name, column in columns.items():
+        if not ((column >= least) & (column <= 1)).all():
+            raise ValueError(f"{name}: values from {column.min():g} to {column.max():g}, not from {least:g} to 1")
     count = len(next(iter(columns.values())))
     means: dict[str, list[np.ndarray]] = {name: [] for name in columns}
     for weights in _weights(count, resamples):
@@ -53,8 +60,9 @@ def estimates(values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES)
             means[name].append(weights @ column / count)
     found = {}
     for name, column in columns.items():
-        if np.isin(column, (0.0, 1.0)).all() or (column == column[0]).all():
-            low, high = wilson(float(column.mean()), count)
+        if np.isin(column, (least, 1.0)).all() or (column == column[0]).all():
+            share = (float(column.mean()) - least) / (1 - least)
+            low, high = (least + (1 - least) * end for end in wilson(share, count))
         else:
             low, high = np.quantile(np.concatenate(means[name]), (0.025, 0.975))
         found[name] = Estimate(float(column.mean()), float(low), float(high))

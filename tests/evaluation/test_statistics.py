@@ -21,6 +21,18 @@ def test_shares_of_problems_have_wilsons_interval():
         assert wilson(0.0, count)[0] == 0.0 and wilson(1.0, count)[1] == 1.0
 
 
+def test_differences_of_shares_have_an_interval_on_both_sides():
+    """Of equal ones that of as many coin flips between −1 and 1, which is symmetric."""
+    for value in (-1.0, -0.25, 0.0, 1.0):
+        found = estimates({"a": [value] * 50}, least=-1)["a"]
+        low, high = wilson((value + 1) / 2, 50)
+        assert (
+            found == pytest.approx((value, 2 * low - 1, 2 * high - 1)) and -1 <= found.low <= value <= found.high <= 1
+        )
+    with pytest.raises(ValueError, match=r"a: values from -0\.25 to 0\.5, not from 0 to 1"):
+        estimates({"a": [-0.25, 0.5]})
+
+
 def test_sampling_error_is_the_spread_of_evaluations_of_the_same_problems():
     """Accuracies of 20,000 evaluations vary by √(Σ p (1 − p) / n) / P; problems that differ add nothing to that."""
     chances, n = np.array([0.0, 0.2, 0.5, 0.9, 1.0]), 4
