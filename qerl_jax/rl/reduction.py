@@ -105,5 +105,7 @@ def checksum(tree: Any) -> UInt32[Array, ""]:
 
 
 def _words(leaf: Array) -> UInt32[Array, " X"]:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
     leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
     return jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).ravel()

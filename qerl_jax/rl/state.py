@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from qerl_jax.compilation import committed
 from qerl_jax.config import Config
 from qerl_jax.models.lora import LoraConfig
 from qerl_jax.programs import program
@@ -42,7 +43,7 @@ def init_state(
     optimizer = AdamW.of(config) if optimizer is None else optimizer
     base = policy.norms if policy.base_norms is None else policy.base_norms
     keep_reference = config.train_norms or policy.base_norms is not None
-    return TrainState(
+    state = TrainState(
         step=jnp.int32(0),
         cursor=jnp.int32(0),
         norms=policy.norms,
@@ -53,6 +54,8 @@ def init_state(
         config=config,
         optimizer=optimizer,
     )
+    divided = policy.config.tensor_parallel > 1 and not _is_traced(state)
+    return committed(state, policy.config.tensor_parallel) if divided else state  # where a checkpoint's arrays will lie
 
 
 def _initial(optimizer: optax.GradientTransformation | AdamW, trained: dict[str, Any], layers: int) -> Any:
@@ -60,10 +63,13 @@ def _initial(optimizer: optax.GradientTransformation | AdamW, trained: dict[str,
     makes each part, in place of two dispatches for each of hundreds of arrays. Where it is
     traced, as for a memory estimate, which starts no device, it is the plain function: a program asks the devices.
     """
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trained))
-    if is_traced or not isinstance(optimizer, AdamW):
+    if _is_traced(trained) or not isinstance(optimizer, AdamW):
         return optimizer.init(trained)
     return from_parts([_initial_part(optimizer, part) for part in in_parts(trained, layers)])
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 # Arguments whose values do not matter are kept, so that the results are committed to a device where the arguments are.
@@ -125,4 +131,4 @@ def from_parts(parts: Sequence[Any]) -> Any:
 
 
 def _has_layers(node: Any) -> bool:
-    return isinstance(node, dict) and "layers" in node
+    return isinstance(node, dict) and isinstance(node.get("layers"), dict)

@@ -173,8 +173,6 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         if hooks.problems is None:
             say_left_out(config, len(stream), console)
         state = init_state(policy, config, hooks.optimizer)
-        if replicas.tensor_parallel > 1:  # what a checkpoint restores lies where it does
-            state = committed(state, replicas.tensor_parallel)
         # Again: weights in an unusual form have other programs.
         plan = make_update_plan(state, policy.frozen, limit, replicas=replicas.count)
         programs.submit(rehearse_step, config, hooks, policy, state, plan, replicas)

@@ -99,6 +99,22 @@ def test_the_newest_few_are_kept_and_restored_bit_for_bit(state, tmp_path):
     assert latest_step(tmp_path) == 10
 
 
+def test_a_random_key_is_restored_as_one(state, tmp_path):
+    """Of an optimizer that draws noise; by its kind, which the state to be replaced has."""
+
+    def drawn(implementation: str, seed: int) -> TrainState:
+        return state.replace(opt_state={"key": jax.random.key(seed, impl=implementation)}, step=jnp.int32(seed))
+
+    for implementation in ("threefry2x32", "rbg"):
+        checkpoints = Checkpointer(tmp_path / implementation, 1)
+        checkpoints.save(drawn(implementation, 3))
+        found = checkpoints.restore(drawn(implementation, 1)).opt_state["key"]
+        assert (
+            found == jax.random.key(3, impl=implementation)
+            and found.dtype == drawn(implementation, 1).opt_state["key"].dtype
+        )
+
+
 def test_a_place_that_cannot_hold_checkpoints_is_refused_before_the_first(tmp_path):
     """And one that is only read is not made."""
     (tmp_path / "checkpoints").touch()

@@ -157,6 +157,7 @@ def update() -> dict[str, Any]:
         "wanted_bytes": bytes_on_device(divided, DEVICES),
         "whole_bytes": bytes_on_device(divided),
         "collectives": collectives(two, state, batch, plan),
+        "devices": sorted({len(leaf.sharding.device_set) for leaf in jax.tree.leaves(init_state(two, config))}),
         "restored": restored(second, init_state(one, config), init_state(two, config)),
     }
 

@@ -27,7 +27,7 @@ from qerl_jax.rl import optimizer
 from qerl_jax.rl import state as rl_state
 from qerl_jax.rl.adamw import learning_rate, make_optimizer
 from qerl_jax.rl.metrics import empty_sums
-from qerl_jax.rl.reduction import flat_parts, in_one_vector
+from qerl_jax.rl.reduction import checksums, flat_parts, in_one_vector
 from qerl_jax.rl.state import init_state, trained_trees
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import Batch, Policy, TrainState
@@ -387,6 +387,17 @@ def test_an_optimizer_may_have_a_random_key_and_counts_in_its_state(micro, batch
     assert float(metrics["skipped"]) == 1 and int(dropped.opt_state[0].count) == int(after.opt_state[0].count) == 2
     assert dropped.opt_state[0].rng_key == after.opt_state[0].rng_key
     assert_trees_equal(dropped.lora, after.lora)
+    assert checksums(after)[0] != checksums(after.replace(opt_state=state.opt_state))[0]  # a key has words, too
+
+
+def test_an_optimizer_may_have_labels_in_place_of_layers(micro, batch):
+    """`optax.multi_transform` takes one label for all that is below it."""
+    labels = {"lora": {"layers": "a"}}
+    own = optax.multi_transform({"a": optax.sgd(0.1)}, labels)
+    after, _ = grpo_step(init_state(micro, make_config(), own), micro.frozen, batch)
+    wanted, _ = grpo_step(init_state(micro, make_config(), optax.sgd(0.1)), micro.frozen, batch)
+    assert_trees_equal(after.lora, wanted.lora)
+    assert len(checksums(after)) == 1
 
 
 def test_dropout_is_refused_with_the_reason(micro):
