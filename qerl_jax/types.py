@@ -126,10 +126,10 @@ class Prompts(_Replace):
     def earlier(self) -> Int32[np.ndarray, " P"]:
         """`occurrences`, counted where they are not given."""
         if self.occurrences is not None:
-            return self.occurrences
+            return np.asarray(self.occurrences, np.int32)
         seen: Counter[int] = Counter()
         found = np.zeros(len(self.ids), np.int32)
-        for place, name in enumerate(self.ids.tolist()):
+        for place, name in enumerate(np.asarray(self.ids).tolist()):
             found[place] = seen[name]
             seen[name] += 1
         return found
@@ -137,7 +137,7 @@ class Prompts(_Replace):
     def part(self, places: Int32[np.ndarray, " Q"]) -> Prompts:
         """Some of the prompts, whose samples are those that they have beside the others."""
         arrays = self.tokens, self.lengths, self.ids, self.earlier()
-        return Prompts(*(array[places] for array in arrays))
+        return Prompts(*(np.asarray(array, np.int32)[places] for array in arrays))
 
     @classmethod
     def from_lists(cls, prompts: list[list[int]], ids: list[int] | None = None, length: int | None = None) -> Prompts:

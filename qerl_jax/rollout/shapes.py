@@ -156,6 +156,13 @@ def choose_shapes(
         `engine.free_bytes` beside what a prefill or a decode step needs. The message has the numbers and names the
         setting to lower.
     """
+    requested, memory_gb = min(prompts * group, engine.slots or prompts * group), engine.memory_gb
+    available, source = round(memory_gb * 1e9) if memory_gb is not None else None, "rollout_memory_gb"
+    if memory_gb is None and engine.free_bytes is not None:
+        prefill = prefill_bytes(policy, prompts, prompt_length, engine.batch_invariant, gpu)
+        beside = max(prefill, decode_bytes(policy.config, requested))
+        available = _SHARE_OF_FREE * engine.free_bytes - beside
+        source = f"{_SHARE_OF_FREE:.0%} of the free device memory less {beside / 1e9:.3g} GB of activations, in GB,"
     layer_bytes = kv_token_bytes(policy.config, policy.dtype)
     is_little = policy.config.num_layers * layer_bytes <= _LITTLE_TOKEN_BYTES
     is_little &= dispatch.missing_for_mosaic_gpu(policy.dtype, gpu) is None  # XLA's attention reads whole caches
@@ -168,8 +175,10 @@ def choose_shapes(
         most = max(1, min(arrays // _MOVES, int(_MOVED_BYTES // max(moved, 1))))
         together = next(n for n in range(most, 0, -1) if arrays % n == 0)
         tokens = slots * shapes.completion_width + prompt_slots * shapes.prompt_width
-        needed = policy.config.num_layers * layer_bytes * tokens + together * moved
-        return dataclasses.replace(shapes, moved_together=together, cache_bytes=needed)
+        held = policy.config.num_layers * layer_bytes * tokens
+        if available is not None and held + together * moved > available:
+            together = 1
+        return dataclasses.replace(shapes, moved_together=together, cache_bytes=held + together * moved)
 
     def least_prompts(slots: int) -> int:
         return min(prompts, slots, 2 * -(-slots // group))
@@ -187,13 +196,6 @@ def choose_shapes(
             yield caches(slots, max(room, least), *widths)
         yield narrow(slots)
 
-    requested, memory_gb = min(prompts * group, engine.slots or prompts * group), engine.memory_gb
-    available, source = round(memory_gb * 1e9) if memory_gb is not None else None, "rollout_memory_gb"
-    if memory_gb is None and engine.free_bytes is not None:
-        prefill = prefill_bytes(policy, prompts, prompt_length, engine.batch_invariant, gpu)
-        beside = max(prefill, decode_bytes(policy.config, requested))
-        available = _SHARE_OF_FREE * engine.free_bytes - beside
-        source = f"{_SHARE_OF_FREE:.0%} of the free device memory less {beside / 1e9:.3g} GB of activations, in GB,"
     for shapes in widest_first(requested):
         if available is None or shapes.cache_bytes <= available:
             return shapes

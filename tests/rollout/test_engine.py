@@ -157,6 +157,21 @@ def test_prompts_in_many_prefills(policy):
     assert_same_rows(together, range(7), generate(policy, prompts, sampling, KEY, Engine(slots=1)), range(7))
 
 
+def test_prompts_of_other_arrays_are_the_same_prompts():
+    """Of lists, or on a device, as research code may have them."""
+    plain = Prompts.from_lists(PROMPTS, ids=[4, 7, 4, 4])
+    for kind in (list, jnp.asarray):
+        other = object.__new__(Prompts)  # without the check of types, which tests alone have
+        values = {"tokens": plain.tokens, "lengths": plain.lengths, "ids": plain.ids, "occurrences": [0, 5, 1, 2]}
+        for name, value in values.items():
+            object.__setattr__(other, name, kind(value))
+        part = other.part(np.int32([0, 1, 3]))
+        assert part.ids.tolist() == [4, 7, 4] and part.earlier().tolist() == [0, 5, 2]
+        assert np.array_equal(part.tokens, plain.tokens[[0, 1, 3]])
+        object.__setattr__(other, "occurrences", None)
+        assert isinstance(other.earlier(), np.ndarray) and other.earlier().tolist() == [0, 0, 1, 2]
+
+
 def test_room_for_more_changes_no_sample(policy):
     """Caches in buckets against those as small as they may be, under a limit of memory."""
     prompts, sampling = [list(range(1, 34)), [7, 9]], Sampling(33, temperature=0.9, num_generations=GROUP)
@@ -199,8 +214,9 @@ def test_small_models_have_room_for_other_limits(tool, monkeypatch):
     assert shapes_of("0.5B", H200, 1100, 256) == (1536, 64, 1024)
     # 24 layers x 2 x 2 heads x 64 x 2 bytes: 256 completions of 512 tokens and 32 prompts of 256 are 1.71 GB
     assert shapes_of("0.5B", H200, 512, 256, memory_gb=1.8) == (512, 32, 1024)
-    # Those of 1024 tokens and 64 prompts are 3.42 GB, and 6 x 33.6 MB while 128 survivors move; logits 12 bytes each.
-    wide = 24 * 512 * (256 * 1024 + 64 * 256) + 6 * 128 * 1024 * 256
+    # Those of 1024 tokens and 64 prompts are 3.42 GB, and 33.6 MB while an array of 128 survivors moves, of which six
+    # move at a time where there is room; logits 12 bytes each.
+    wide = 24 * 512 * (256 * 1024 + 64 * 256) + 128 * 1024 * 256
     free = (wide + 12 * 151_936 * 256) / 0.94
     assert shapes_of("0.5B", H200, 512, 256, free_bytes=free + 9) == mine
     assert shapes_of("0.5B", H200, 512, 256, free_bytes=free - 9) == (512, 32, 1024)
@@ -236,6 +252,9 @@ def test_an_eighth_of_the_cache_moves_at_a_time(policy):
         shapes = choose_shapes(deep, slots, 1, 8, 512, Engine())
         assert shapes.moved_together == together
         array = 2 * 64 * 512 * shapes.slot_counts()[1] * 2
+        least = Engine(memory_gb=(shapes.cache_bytes - (together - 1) * array) / 1e9)
+        tight = choose_shapes(deep, slots, 1, 8, 512, least)  # one by one, before there are fewer slots
+        assert tight == dataclasses.replace(shapes, moved_together=1, cache_bytes=tight.cache_bytes)
         assert (
             shapes.cache_bytes == 2 * layers * 2 * 64 * 2 * (512 * slots + 8 * shapes.prompt_slots) + together * array
         )
