@@ -89,6 +89,8 @@ def _spec(path: tuple, leaf: Any) -> PartitionSpec:
         return PartitionSpec()
     if "lora" not in names:
         return axis_spec(division.axis(leaf.ndim))
+    if leaf.ndim != 2:  # of an optimizer that keeps sums over rows or columns
+        return PartitionSpec()
     if division is Division.OUTPUTS:
         return axis_spec(1 if names[-1] == "b" else None)
     return axis_spec(0 if names[-1] == "a" else None)

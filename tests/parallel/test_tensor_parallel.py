@@ -11,6 +11,7 @@ import h200
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import small
 from qerl_kernels.formats import Nvfp4
@@ -86,6 +87,18 @@ def test_programs_bring_nothing_together_but_sums(found):
     collectives = found["update"]["collectives"]
     assert {name for name, kinds in collectives.items() if kinds == ["all-reduce"]} == LOCAL
     assert {name for name, kinds in collectives.items() if kinds} == LOCAL | REDUCED
+
+
+def test_sums_over_rows_or_columns_are_whole_on_each_device():
+    """Of optax's Adafactor, beside factors that are divided along axis 0 of A or axis 1 of B."""
+    adapter = {"a": jnp.zeros((8, 2)), "b": jnp.zeros((2, 6))}
+    state = optax.scale_by_factored_rms(min_dim_size_to_factor=2).init({"lora": {"o_proj": adapter}})
+    assert {leaf.shape for leaf in jax.tree.leaves((state.v_row, state.v_col, state.v))} == {(8,), (6,), (2,), (1,)}
+    assert not any(any(spec) for spec in jax.tree.leaves(specs(state)))
+    wanted = {"o_proj": [(AXIS,), ()], "gate_up_proj": [(), (None, AXIS)]}
+    assert all(
+        [*map(tuple, specs({name: {"lora": adapter}})[name]["lora"].values())] == wanted[name] for name in wanted
+    )
 
 
 @pytest.mark.nightly
