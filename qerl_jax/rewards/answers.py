@@ -147,7 +147,7 @@ _LATEX = tuple(
         (r"\\(?:times|cdot)(?![A-Za-z])", "×"),
         (r"\\div(?![A-Za-z])", "÷"),
         (r"\\approx(?![A-Za-z])", "≈"),  # states its number, as "about" does
-        (r"\\[ ,;:]|\\q?quad(?![A-Za-z])", " "),
+        (r"\\[ ,;:]|\\q?quad(?![A-Za-z])|\\{1,2}\Z", " "),  # at the end of a space that was stripped, or of a line
         (r"\A\s*\{((?:[^{}]|\{[^{}]*\})*)\}\s*\Z", r"\1"),  # {42}
         (rf"({_TEXT})\s*\^(?:[23]|\{{[23]\}})", r"\1"),  # \text{ft}^2
         (r"\^(?:\\circ|\{\\circ\})", "°"),

@@ -60,6 +60,7 @@ SPACES, FRACTIONS = ("\\ ", "\\,", "\\;", "\\:", "\\quad", "\\qquad"), ("\\frac"
 TEXTS = ("text", "textbf", "textit", "textrm", "mbox", "mathrm", "mathbf")
 SPELLINGS = {
     "9500": [
+        *("9500\\", "9500 \\\\", "\\boxed{9500\\ }"),
         *("9{,}500", "9,\\!500", "\\displaystyle 9500", "\\textstyle 9500", "{9500}"),
         *("\\(9500\\)", "\\[9500\\]", "\\$9500"),
         *(f"9{space}500" for space in " ~\u00a0\u2009\u202f"),
