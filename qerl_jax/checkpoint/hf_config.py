@@ -183,7 +183,9 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, RopeScaling | None
     theta = _positive_number("rope_theta", merged.get("rope_theta", _DEFAULT_ROPE_THETA), where)
     if kind == "default":
         return theta, None
-    merged.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    name = "original_max_position_embeddings"  # beside the section it comes before its own
+    given = config.get(name), merged.get(name), config.get("max_position_embeddings")
+    merged[name] = next((value for value in given if value is not None), None)
     factor, low, high, original = (
         _positive_number(f"{key}.{field.name}", merged.get(field.name), where)
         for field in dataclasses.fields(RopeScaling)

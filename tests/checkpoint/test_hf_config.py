@@ -81,6 +81,8 @@ SPELLINGS = [
     {"rope_theta": 2e4, "rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 1e6}},
     {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}},
     {"rope_theta": 5e5, "rope_parameters": {**LLAMA3, "rope_theta": 3e5}},
+    {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+    {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 64}, "original_max_position_embeddings": 32},
     {"rope_scaling": {}, "rope_parameters": {"rope_theta": 7e5}},
     {"num_key_value_heads": None},
     {"head_dim": 12},
@@ -97,6 +99,7 @@ def test_every_field_is_the_one_that_transformers_reads(kind, changes):
     raw = {**MINIMAL, **changes, "model_type": kind}
     ours = parse_config(json.loads(json.dumps(raw)), {}, "x")
     theirs = CONFIGS[kind].from_dict(json.loads(json.dumps(raw)))
+    theirs.standardize_rope_params()  # as every model of theirs does when it is made
     rope = theirs.rope_parameters
     assert ours.rope_theta == rope["rope_theta"]
     if rope["rope_type"] == "default":
