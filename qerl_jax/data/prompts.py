@@ -25,6 +25,7 @@ OVERLONG = ("drop", "truncate_left", "error")
 _TEXTS_AT_ONCE = 1024
 _DIRECTIVES = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdDeFGHIjmMpSuUVwWxXyYzZ"]
 _BLOCK_TOKENS = 16
+_ORDINARY = re.compile(r"\s+|\s?\w+")  # what a message is made of
 """No fewer than `<think>` and the white space behind it take."""
 
 
@@ -162,8 +163,14 @@ def _begin_ids(tokenizer: Any) -> list[int]:
 
 def asks_for_answer(tokenizer: Any) -> bool:
     """Whether the chat template itself asks for an answer's form, as those of Qwen2.5-Math and the bundled policy."""
+    template = _template(tokenizer)
+    return "boxed{" in template or "<answer>" in template
+
+
+def _template(tokenizer: Any) -> str:
+    """The chat template, of several by name that for conversations without tools; "" without one."""
     template = getattr(tokenizer, "chat_template", None)
-    return isinstance(template, str) and ("boxed{" in template or "<answer>" in template)
+    return (template.get("default") if isinstance(template, dict) else template) or ""
 
 
 def apply_template(tokenizer: Any, turns: list[list[dict[str, str]]], add_generation_prompt: bool = True) -> list[str]:
@@ -177,13 +184,14 @@ def freeze_date(tokenizer: Any, date: datetime.date) -> bool:
     """Have the tokenizer's chat template write this date where it writes that of today by `strftime_now(FORMAT)`, as
     Llama 3.2's does: a macro of the template's own goes before the function of that name. Returns whether it does.
     """
-    template = getattr(tokenizer, "chat_template", None)
-    if is_dated := isinstance(template, str) and "strftime_now" in template:
+    template, given = _template(tokenizer), getattr(tokenizer, "chat_template", None)
+    if is_dated := "strftime_now" in template:
         written = "".join(f".replace({directive!r}, {date.strftime(directive)!r})" for directive in _DIRECTIVES)
-        tokenizer.chat_template = (
+        dated = (
             "{%- macro strftime_now(format) -%}{%- for part in format.split('%%') -%}"
             "{{ '' if loop.first else '%' }}{{ part" + written + " }}{%- endfor -%}{%- endmacro +%}" + template
         )
+        tokenizer.chat_template = given | {"default": dated} if isinstance(given, dict) else dated
     return is_dated
 
 
@@ -212,7 +220,7 @@ def _cut_controls(conversations: list[Conversation], tokenizer: Any) -> tuple[li
 def _control_tokens(tokenizer: Any) -> list[str]:
     """Texts of the special tokens, and of the other added ones that the chat template puts around turns, such as the
     `<｜User｜>` of DeepSeek's. (`<think>` is an added token, too, and a message may hold it, as may the system message
-    that a template has of its own.)
+    that a template has of its own. Words and white space are no control tokens either.)
     """
     around = ""
     for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
@@ -221,7 +229,11 @@ def _control_tokens(tokenizer: Any) -> list[str]:
             [around] = apply_template(tokenizer, [turns], add_generation_prompt=False)
             break
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return [token.content for token in added if token.special or token.content in around]
+    return [
+        token.content
+        for token in added
+        if token.special or (token.content in around and _ORDINARY.fullmatch(token.content) is None)
+    ]
 
 
 def _token_ids(texts: list[str], tokenizer: Any, cut: str) -> list[list[int]]:

@@ -157,6 +157,17 @@ def test_tokens_that_make_turns_without_being_special_stay_text_in_a_message(tok
     assert [ids.count(token) for token in (user, assistant, think)] == [1, 1, 2]
 
 
+def test_words_and_white_space_are_no_control_tokens(tokenizer):
+    """Though a vocabulary has them as added tokens, and the template writes them."""
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["\n\n", "user", " the"])
+    other.chat_template = "{% for m in messages %}{{ m.role ~ '\n\n' ~ m.content ~ '\n\n' }}{% endfor %}"
+    message = "The user has 3 pens.\n\nEach of the pens is new."
+    (ids,) = encode([Problem(0, message, "2")], other, "")
+    assert ids == other(f"user\n\n{message}\n\n", add_special_tokens=False)["input_ids"]
+    assert ids.count(other.convert_tokens_to_ids("user")) == 2 and ids.count(other.convert_tokens_to_ids("\n\n")) == 3
+
+
 @pytest.mark.parametrize("role", ["system", "user"])
 def test_a_template_that_drops_a_turn_is_refused(tokenizer, role):
     kept = "{% for m in messages %}{% if m['role'] != '" + role + "' %}{{ m['content'] }}{% endif %}{% endfor %}"
@@ -239,10 +250,15 @@ def test_a_date_in_a_template_can_be_frozen(tokenizer):
     freeze_date(llama, datetime.date(2024, 7, 6))
     frozen = llama.decode(encode([SHORT], llama, "")[0])
     assert frozen == f"\nToday Date: 06 Jul 2024 {SHORT.prompt}6%d/072024." != today
+    named = copy.deepcopy(tokenizer)
+    named.chat_template = {"default": "{{ strftime_now('%Y') ~ messages[0]['content'] }}", "tool_use": "none"}
+    assert freeze_date(named, datetime.date(2024, 7, 6)) and named.chat_template["tool_use"] == "none"
+    assert named.decode(encode([SHORT], named, "")[0]) == f"2024{SHORT.prompt}"
 
 
 def test_templates_that_ask_for_an_answers_form():
     """Their models get no system prompt of the dataset's: that of Qwen2.5-Math, and the bundled policy's."""
     assert asks_for_answer(load_tokenizer(model_path("tiny")))
     for template, asks in (("put your final answer within \\boxed{}.", True), ("You are Qwen.", False), (None, False)):
+        assert asks_for_answer(types.SimpleNamespace(chat_template={"default": template, "tool_use": "boxed{"})) is asks
         assert asks_for_answer(types.SimpleNamespace(chat_template=template)) is asks
