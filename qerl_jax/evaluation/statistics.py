@@ -43,9 +43,10 @@ def estimates(
     values: Mapping[str, Sequence[float]], resamples: int = RESAMPLES, least: float = 0.0
 ) -> dict[str, Estimate]:
     """Mean of each list of P values from `least` to 1, one a problem, with its interval over problems: Wilson's where
-    all of them are `least` or 1, or equal, else the percentile bootstrap's (Efron & Tibshirani 1993, chapter 13), for
-    which all lists are resampled together, from one fixed seed. Of equal values the bootstrap's has no width; no values
-    of the same mean vary more than those that are `least` or 1. Differences of two shares have a `least` of −1.
+    all of them are `least` or 1, else the percentile bootstrap's (Efron & Tibshirani 1993, chapter 13), for which all
+    lists are resampled together, from one fixed seed. That of equal values has no width; theirs is reached where
+    Wilson's bound of a share of 0 of P is the share of `least`, or of 1, among further problems. Differences of two
+    shares have a `least` of −1.
 
     Raises ValueError for a value below `least` or above 1.
     """
@@ -60,9 +61,12 @@ def estimates(
             means[name].append(weights @ column / count)
     found = {}
     for name, column in columns.items():
-        if np.isin(column, (least, 1.0)).all() or (column == column[0]).all():
+        if np.isin(column, (least, 1.0)).all():
             share = (float(column.mean()) - least) / (1 - least)
             low, high = (least + (1 - least) * end for end in wilson(share, count))
+        elif (column == column[0]).all():
+            others = wilson(0.0, count)[1]
+            low, high = (column[0] + others * (end - column[0]) for end in (least, 1))
         else:
             low, high = np.quantile(np.concatenate(means[name]), (0.025, 0.975))
         found[name] = Estimate(float(column.mean()), float(low), float(high))

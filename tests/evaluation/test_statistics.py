@@ -10,25 +10,30 @@ from qerl_jax.evaluation.statistics import estimates, ks, pass_at_k, sampling_er
 
 
 def test_shares_of_problems_have_wilsons_interval():
-    """Newcombe 1998 (Statistics in Medicine 17, table I), method 3: 81 of 263, 15 of 148 and 0 of 20. The bootstrap's
-    is of zero width where all problems agree, also on another value than 0 and 1.
-    """
+    """Newcombe 1998 (Statistics in Medicine 17, table I), method 3: 81 of 263, 15 of 148 and 0 of 20."""
     for right, count, bounds in ((81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0.0, 0.1611))):
         share = right / count
-        found = estimates({"a": [1.0] * right + [0.0] * (count - right), "b": [share] * count})
-        assert found["a"] == found["b"] == pytest.approx((share, *bounds), abs=5e-5)
+        found = estimates({"a": [1.0] * right + [0.0] * (count - right)})
+        assert found["a"] == pytest.approx((share, *bounds), abs=5e-5)
     for count in range(1, 200):  # exactly, which the formula misses by a rounding
         assert wilson(0.0, count)[0] == 0.0 and wilson(1.0, count)[1] == 1.0
 
 
-def test_differences_of_shares_have_an_interval_on_both_sides():
-    """Of equal ones that of as many coin flips between −1 and 1, which is symmetric."""
+def test_equal_values_have_the_interval_of_a_few_others():
+    """The bootstrap's is of zero width where all problems agree, also on another value than 0 and 1: with 95 %
+    confidence at most 16.11 % of problems are others of which 20 show none. Differences have it on both sides.
+    """
+    found = estimates({"a": [0.0] * 20, "b": [1.0] * 20, "c": [0.25] * 20})
+    assert found["a"] == pytest.approx((0, 0, 0.1611), abs=5e-5) and found["b"] == pytest.approx(
+        (1, 0.8389, 1), abs=5e-5
+    )
+    assert found["c"] == pytest.approx((0.25, 0.25 * 0.8389, 0.25 + 0.75 * 0.1611), abs=5e-5)
     for value in (-1.0, -0.25, 0.0, 1.0):
-        found = estimates({"a": [value] * 50}, least=-1)["a"]
-        low, high = wilson((value + 1) / 2, 50)
-        assert (
-            found == pytest.approx((value, 2 * low - 1, 2 * high - 1)) and -1 <= found.low <= value <= found.high <= 1
-        )
+        found = estimates({"a": [value] * 20}, least=-1)["a"]
+        assert found == pytest.approx((value, value - 0.1611 * (value + 1), value + 0.1611 * (1 - value)), abs=1e-4)
+        assert -1 <= found.low <= value <= found.high <= 1
+    flips = estimates({"a": [1.0] * 81 + [-1.0] * 182}, least=-1)["a"]
+    assert flips == pytest.approx((2 * 81 / 263 - 1, 2 * 0.2553 - 1, 2 * 0.3662 - 1), abs=1e-4)
     with pytest.raises(ValueError, match=r"a: values from -0\.25 to 0\.5, not from 0 to 1"):
         estimates({"a": [-0.25, 0.5]})
 
