@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -233,7 +234,11 @@ def test_a_curriculum_by_a_column(tmp_path):
     files[1].write_text('{"question": "q", "answer": "1", "level": "hard"}')
     with pytest.raises(DataError, match="data_order 'level': the column holds number and text, which cannot be sorted"):
         prepare.load_problems(config, tokenizer, console)
-    for values, words in (((True, 2), "bool and number"), ((10**19, 2), "int of more than 64 bits and number")):
+    for values, words in (
+        ((True, 2), "bool and number"),
+        ((math.nan, 2), "NaN and number"),
+        ((10**19, 2), "int of more than 64 bits and number"),
+    ):
         with pytest.raises(DataError, match=f"the column holds {words}, which cannot be sorted"):
             prepare.check_sortable("level", values)
     prepare.check_sortable("level", [True, False])

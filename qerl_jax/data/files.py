@@ -123,8 +123,10 @@ def open_rows(where: str, rows: Iterable[Any], wanted: Collection[str]) -> Sourc
 
 def _of_python(value: Any) -> Any:
     """A value of NumPy's, as the records of pandas hold, as one of Python's; a float has the shortest decimal of its
-    type.
+    type. None for a missing one of pandas'.
     """
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
     if isinstance(value, np.ndarray):
         return [_of_python(item) for item in value]
     if isinstance(value, np.floating):

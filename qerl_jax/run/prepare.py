@@ -386,7 +386,9 @@ def check_sortable(column: str, values: Iterable[Any]) -> None:
             return "text"
         if isinstance(value, int) and not -(2**63) <= value < 2**63:  # no column of the completions' files holds it
             return "int of more than 64 bits"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        if isinstance(value, float) and value != value:
+            return "NaN"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return "number" if is_number else type(value).__name__
 
     kinds = set(map(kind, values))

@@ -367,6 +367,16 @@ def test_records_of_pandas(tmp_path):
         assert [type(problems[0].extra[name]) for name in numbers] == [int, float, list]
 
 
+def test_missing_values_of_pandas():
+    pandas = pytest.importorskip("pandas")
+    rows = [
+        {"question": "p", "answer": value, "n": other} for value, other in ((1, pandas.NaT), (pandas.NA, 2), (3, 4))
+    ]
+    dataset = load_dataset(Given("mine", rows), "train", reward_columns=["n"])
+    assert [p.answer for p in dataset.problems] == ["3"]
+    assert all(words in dataset.notes[0] for words in ("1 × no 'answer'", "1 × no 'n'"))
+
+
 def test_answers_that_are_decimals():
     values = [Decimal("4.50"), Decimal("NaN"), Decimal("Infinity"), np.float64("nan"), np.bool_(True)]
     dataset = load_dataset(Given("mine", [{"question": "p", "answer": value} for value in values]), "train")
