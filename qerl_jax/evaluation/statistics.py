@@ -44,9 +44,9 @@ def estimates(
 ) -> dict[str, Estimate]:
     """Mean of each list of P values from `least` to 1, one a problem, with its interval over problems: Wilson's where
     all of them are `least` or 1, else the percentile bootstrap's (Efron & Tibshirani 1993, chapter 13), for which all
-    lists are resampled together, from one fixed seed. That of equal values has no width; theirs is reached where
-    Wilson's bound of a share of 0 of P is the share of `least`, or of 1, among further problems. Differences of two
-    shares have a `least` of −1.
+    lists are resampled together, from one fixed seed. Of equal values that would have no width: their interval's ends
+    are the means where as many problems as Wilson's bound allows of which none was seen are `least`, or 1. Differences
+    of two shares have a `least` of −1.
 
     Raises ValueError for a value below `least` or above 1.
     """

@@ -379,7 +379,7 @@ def say_left_out(config: Config, problems: int, console: Console) -> None:
 
 
 def check_sortable(column: str, values: Iterable[Any]) -> None:
-    """Raise DataError unless a column holds numbers alone, or texts alone."""
+    """Raise DataError unless a column holds numbers alone, texts alone or booleans alone."""
 
     def kind(value: Any) -> str:
         if isinstance(value, str):
