@@ -37,8 +37,17 @@ def _folded(key: Array, *numbers: Int[ArrayLike, ""]) -> Array:
 
 def typed(key: Array) -> Array:
     """The key with a dtype of its own, where it is an array of words, as `jax.random.PRNGKey` makes them."""
-    is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    return key if is_typed else jax.random.wrap_key_data(key)
+    return key if is_typed(key) else jax.random.wrap_key_data(key)
+
+
+def is_typed(array: ArrayLike) -> bool:
+    """Whether an array is one of keys with a dtype of their own."""
+    return isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def words(array: ArrayLike) -> ArrayLike:
+    """The words of such keys, any other array as it is."""
+    return jax.random.key_data(array) if is_typed(array) else array
 
 
 def for_round(key: Array, resampling_round: int) -> Array:

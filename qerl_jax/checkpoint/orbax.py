@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax import keys
 from qerl_jax.atomic import atomic_directory, write_json
 from qerl_jax.checkpoint.run_files import ADAPTER_DIR, CHECKPOINT_RESTS, CHECKPOINTS_DIR
 from qerl_jax.checkpoint.safetensors import CheckpointError, read_json
@@ -116,9 +116,8 @@ class Checkpointer:
         _check_arrays(path, manifest["arrays"], _shapes(target), self._remedy(step))
         restored = self.read(step)
         leaves, treedef = jax.tree.flatten(state)
-        return jax.tree.unflatten(
-            treedef, [_placed(restored[name], leaf) for name, leaf in zip(target, leaves, strict=True)]
-        )
+        placed = [_placed(restored[name], leaf) for name, leaf in zip(target, leaves, strict=True)]
+        return jax.tree.unflatten(treedef, placed)
 
     def read(self, step: int, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]:
         """Arrays of a checkpoint by path, those whose path begins with one of `prefixes`. Raises CheckpointError as
@@ -281,17 +280,13 @@ def _quiet() -> Iterator[None]:
 def _flatten(state: TrainState) -> dict[str, Any]:
     """path -> array, of a random key its data; a flat dict survives any change of container types."""
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        jax.tree_util.keystr(path, simple=True, separator="/"): keys.words(leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
     }
 
 
-def _is_key(leaf: jax.Array | np.ndarray) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _placed(array: np.ndarray, like: jax.Array) -> jax.Array:
     """A restored array in the place of one of the state's."""
-    if _is_key(like):
+    if keys.is_typed(like):
         array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(like))
     return jax.device_put(array, like.sharding)

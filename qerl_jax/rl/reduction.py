@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int, UInt32
 
+from qerl_jax import keys
 from qerl_jax.parallel import Replicas, Vector
 from qerl_jax.programs import program
 from qerl_jax.rl.metrics import Sums, add_sums
@@ -105,7 +106,6 @@ def checksum(tree: Any) -> UInt32[Array, ""]:
 
 
 def _words(leaf: Array) -> UInt32[Array, " X"]:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = keys.words(leaf)
     leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
     return jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).ravel()
