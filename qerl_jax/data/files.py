@@ -99,7 +99,7 @@ def _as_written(row: dict[str, Any], narrow: Mapping[str, _Float]) -> dict[str, 
     def written(value: Any, kind: _Float) -> Any:
         if isinstance(value, list):
             return [written(item, kind) for item in value]
-        return None if value is None else float(str(kind(value)))
+        return None if value is None else _of_python(kind(value))
 
     return row | {name: written(row[name], kind) for name, kind in narrow.items() if name in row}
 
@@ -115,8 +115,9 @@ def open_rows(where: str, rows: Iterable[Any], wanted: Collection[str]) -> Sourc
     def records() -> Iterator[tuple[str, dict[str, Any]]]:
         for number, row in enumerate(kept, 1):
             place = f"row {number}"
-            values = {name: _of_python(value) for name, value in _object(row, where, place).items()}
-            yield place, _as_written(values, narrow)
+            record = _object(row, where, place)
+            record |= {name: _of_python(record[name]) for name in wanted if name in record}
+            yield place, _as_written(record, narrow)
 
     return Source(where, list(features), records())
 
