@@ -11,11 +11,14 @@ Arrays lie on a mesh of T devices. Those of adapters are whole arrays to everyth
 weight is the parts of the devices one behind the other (q₀ k₀ v₀ q₁ k₁ v₁), in the form that each device's kernels
 read, and the static fields of weights and adapters (`PackedNvfp4.shape`, `Lora.offset`) are those of one device's part.
 
+Decode sums a few rows at a time, for which NCCL takes twice as long as a kernel of this project (`Mailbox`).
+
 Axes: T devices, K input features, N output features.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import itertools
@@ -26,7 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32, UInt32
+from qerl_kernels import dispatch
+from qerl_kernels.peer_sum import api as peers
 
 T = TypeVar("T")
 AXIS = "model"
@@ -131,7 +136,7 @@ def _devices_of_mesh(tree: Any) -> int:
 
 def pinned(tree: Any, count: int) -> Any:
     """The results of a jitted function on `count` devices, divided as `specs` says."""
-    return jax.lax.with_sharding_constraint(tree, shardings(tree, _abstract(count)))
+    return jax.lax.with_sharding_constraint(tree, shardings(tree, _mesh(count)))
 
 
 def on_devices(count: int, function: Callable[..., T], *arguments: Any, results: Any) -> T:
@@ -146,17 +151,19 @@ def on_devices(count: int, function: Callable[..., T], *arguments: Any, results:
     if count == 1:
         return function(*arguments)
     # Not `check_vma`: kernels do not say along which axes their results vary.
-    mapped = jax.shard_map(
-        function, mesh=_abstract(count), in_specs=specs(arguments), out_specs=results, check_vma=False
-    )
+    mapped = jax.shard_map(function, mesh=_mesh(count), in_specs=specs(arguments), out_specs=results, check_vma=False)
     return mapped(*arguments)
 
 
-def _abstract(count: int) -> AbstractMesh:
-    """A mesh without its devices, which are those of the arguments; that of `jax.set_mesh` within it."""
+def _mesh(count: int) -> Mesh | AbstractMesh:
+    """That of `jax.set_mesh` within it. Else that of this process's first devices, of which `peers.peer_sum` needs the
+    numbers; without devices, which are those of the arguments, where it has fewer, or where others have some.
+    """
     here = jax.sharding.get_abstract_mesh()
     if AXIS in here.axis_names:
         return here
+    if jax.process_count() == 1 and jax.local_device_count() >= count:
+        return mesh_of(count)
     return AbstractMesh((count,), (AXIS,), axis_types=_KINDS)
 
 
@@ -182,6 +189,42 @@ def leave(x: Float[Array, "*M N"]) -> Float[Array, "*M N"]:
 
 enter.defvjp(lambda x: (x, None), lambda _, d_x: (_summed(d_x),))
 leave.defvjp(lambda x: (_summed(x), None), lambda _, d_x: (d_x,))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mailbox:
+    """Where the devices write to each other in `peers.peer_sum`, each with a slice of both arrays.
+
+    Attributes:
+      packets, calls: as `peers.peer_sum` takes them.
+    """
+
+    packets: UInt32[Array, "_ 2 T C 4"]
+    calls: Int32[Array, "_ G"]
+
+    def partition_specs(self) -> Mailbox:
+        """One for each device (`specs`)."""
+        return jax.tree.map(lambda _: axis_spec(0), self)
+
+    def leave(self, x: Float[Array, "*M N"]) -> tuple[Float[Array, "*M N"], Mailbox]:
+        """`partition.leave` without a gradient, and the mailbox for the next sum."""
+        x, packets, calls = peers.peer_sum(x, self.packets, self.calls, AXIS)
+        return x, Mailbox(packets, calls)
+
+
+def mailbox(rows: int, features: int, dtype: jax.typing.DTypeLike, count: int) -> Mailbox | None:
+    """An empty one for sums of up to `rows` rows; inside jit. None where the kernel does not run, or a device is alone.
+
+    All devices have theirs before one sends to another, where any `leave` or `enter` stands between.
+    """
+    if count == 1:
+        return None
+    elements = rows * features
+    if dispatch.choose("peer_sum", None, peers.missing(elements, dtype, count)) == "xla":
+        return None
+    packets, calls = peers.shapes(elements, count)
+    return Mailbox(jnp.zeros(packets, jnp.uint32), jnp.zeros(calls, jnp.int32))
 
 
 def parts_of(value: Any, division: Division, rows: Sequence[int], count: int) -> list[Any]:

@@ -50,6 +50,7 @@ OURS = {  # our kernels, by their names in a profile
     "decode_prologue": r"decode_prologue_",
     "decode_attention": r"decode_attention_",
     "rope_cache": r"rope_and_cache",
+    "peer_sum": r"peer_sum",
 }
 
 
@@ -78,13 +79,15 @@ class Case:
         return timed_warm(lambda i: self.run(i, tokens), repeats)[1]
 
 
-def expected_kernels(matmul_kernel: str, batch: int, batch_invariant: bool) -> set[str]:
-    """Those of `OURS` that a rollout of bf16 activations on a Hopper GPU runs, and no others."""
+def expected_kernels(matmul_kernel: str, batch: int, batch_invariant: bool, sums: bool) -> set[str]:
+    """Those of `OURS` that a rollout of bf16 activations on a Hopper GPU runs, and no others; `sums`: on several such
+    GPUs that reach each other's memory.
+    """
     expected = {"decode_attention", "rope_cache"}
     if matmul_kernel == "mosaic_gpu":
         expected.add("nvfp4_matmul")
         if batch <= max_tokens() and not batch_invariant:
-            expected.add("decode_prologue")
+            expected |= {"decode_prologue", "peer_sum"} if sums else {"decode_prologue"}
     return expected
 
 
@@ -184,7 +187,7 @@ def measure(args: argparse.Namespace, case: Case) -> tuple[dict, str]:
         short = case.seconds(args.repeats, SHORT)
         row["decode_ms_per_step"] = 1e3 * (seconds - short) / (new_tokens - SHORT)
         line += f", decode {row['decode_ms_per_step']:.3f} ms a step, {SHORT} tokens {short:.3f} s"
-    expected = expected_kernels(args.matmul_kernel, batch, args.batch_invariant)
+    expected = expected_kernels(args.matmul_kernel, batch, args.batch_invariant, args.tensor_parallel_size > 1)
     row["kernels"] = refuse_other_kernels(by_name(case, min(2, new_tokens)), expected)
     if args.profile:
         row["kernel_ms_per_step"] = time_by_kind(case)

@@ -3,14 +3,17 @@ unquantized among them is multiplied by XLA.
 
 One prologue kernel computes the residual add, the RMSNorm and the LoRA input `x A` of the projection behind it (or
 SiLU·mul and `x A`, or `x A` alone; no `x A` where the GEMM computes it itself). What a projection adds to the residual
-stream is added by the next norm's prologue, with the arithmetic of `PlainExecutor`.
+stream is added by the next norm's prologue, with the arithmetic of `PlainExecutor`. Where layers are divided over
+devices and there is a mailbox, one more kernel sums that over them before.
 
 Axes: B sequences, D model, K input features, N output features, E = 2 F: gate and up side by side.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Float32
@@ -22,9 +25,20 @@ from qerl_jax.models.executor import PlainExecutor
 from qerl_jax.models.formats import Dense, PackedNvfp4
 from qerl_jax.models.lora import concat_lora_a
 from qerl_jax.models.modules import Projection, RMSNorm
+from qerl_jax.partition import Mailbox
 
-DeferredResidual = tuple[Float32[Array, "B D"], Float[Array, "B D"] | None]
-"""(x, delta): the residual stream is `x + delta`; delta is None before the first layer."""
+
+class DeferredResidual(NamedTuple):
+    """The residual stream `x + delta`.
+
+    Attributes:
+      x, delta: its parts; delta is None where nothing waits to be added.
+      mailbox: for the next sum over devices; None: projections sum by themselves.
+    """
+
+    x: Float32[Array, "B D"]
+    delta: Float[Array, "B D"] | None
+    mailbox: Mailbox | None
 
 
 def can_fuse_decode(projections: Iterable[Projection], batch: int) -> bool:
@@ -41,44 +55,54 @@ def can_fuse_decode(projections: Iterable[Projection], batch: int) -> bool:
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class FusedDecodeExecutor(PlainExecutor):
-    """Runs one token a sequence; x is [B, features]. No gradients, not batch-invariant."""
+    """Runs one token a sequence; x is [B, features]. No gradients, not batch-invariant.
+
+    Attributes:
+      mailbox: for the first sum over devices; None: projections sum by themselves.
+    """
+
+    mailbox: Mailbox | None = None
 
     def start(self, x: Float32[Array, "B D"]) -> DeferredResidual:
         """x with nothing to add."""
-        return x, None
+        return DeferredResidual(x, None, self.mailbox)
 
     def norm_project(
         self, norm: RMSNorm, projection: Projection, residual: DeferredResidual
     ) -> tuple[DeferredResidual, Float[Array, "B N"]]:
         """Residual add, norm and `x A` in one kernel, then the GEMM."""
-        x, delta = residual
+        x, delta, mailbox = residual
         chosen, a, ranks = _route(projection, x.shape[0], norm.dtype)
         x, y, lora_x = rms_norm_prologue(x, delta, norm.weight.get_value(), norm.eps, a, ranks, dtype=norm.dtype)
-        return (x, None), projection(y, route=chosen, lora_x=lora_x)
+        return DeferredResidual(x, None, mailbox), projection(y, route=chosen, lora_x=lora_x)
 
     def project(self, projection: Projection, x: Float[Array, "B K"]) -> Float[Array, "B N"]:
         """`x A` in one kernel (where there is any to compute), then the GEMM."""
         chosen, a, ranks = _route(projection, x.shape[0], x.dtype)
         lora_x = None if a is None else lora_prologue(x, a, ranks, lora_form=chosen.lora_form)
-        return projection(x, route=chosen, lora_x=lora_x)
+        return projection(x, route=chosen, lora_x=lora_x, summed=self.mailbox is None)
 
     def swiglu_project(self, projection: Projection, gate_up: Float[Array, "B E"]) -> Float[Array, "B N"]:
         """SiLU·mul and `x A` in one kernel, then the GEMM."""
         chosen, a, ranks = _route(projection, gate_up.shape[0], gate_up.dtype)
         lora_form = LoraForm.NONE if chosen is None else chosen.lora_form
         x, lora_x = silu_mul_prologue(gate_up, a, ranks, lora_form=lora_form)
-        return projection(x, route=chosen, lora_x=lora_x)
+        return projection(x, route=chosen, lora_x=lora_x, summed=self.mailbox is None)
 
     def add(self, residual: DeferredResidual, delta: Float[Array, "B D"]) -> DeferredResidual:
-        """The stream with `delta` apart, for the next norm's kernel to add; nothing else may be waiting."""
-        x, waiting = residual
+        """The stream with `delta`, summed over devices, apart, for the next norm's kernel to add; nothing else may be
+        waiting.
+        """
+        x, waiting, mailbox = residual
         assert waiting is None
-        return x, delta
+        delta, mailbox = (delta, None) if mailbox is None else mailbox.leave(delta)
+        return DeferredResidual(x, delta, mailbox)
 
     def finish(self, norm: RMSNorm, residual: DeferredResidual) -> Float[Array, "B D"]:
         """`norm(x + delta)`."""
-        x, delta = residual
+        x, delta, _ = residual
         return norm(x + delta)
 
 

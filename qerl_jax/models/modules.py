@@ -65,9 +65,10 @@ class Projection(nnx.Module):
         batch_invariant: bool = False,
         route: Route | None = None,
         lora_x: LoraX | None = None,
+        summed: bool = True,
     ) -> Float[Array, "*B N"]:
         """`linear` with this projection's weight, bias and adapters. Where input features are divided, the devices'
-        results, in x's dtype, are summed in fp32 and rounded once more.
+        results, in x's dtype, are summed in fp32 and rounded once more, unless `summed` leaves that to the caller.
         """
         bias = None if self.bias is None else self.bias.get_value()
         weight, adapters = self.weight.get_value(), self.adapters()
@@ -77,7 +78,7 @@ class Projection(nnx.Module):
         elif self.division is partition.Division.INPUTS:
             adapters = [dataclasses.replace(lora, b=partition.enter(lora.b)) for lora in adapters]
         y = linear(x, weight, bias, adapters, batch_invariant=batch_invariant, route=route, lora_x=lora_x)
-        return partition.leave(y) if self.division is partition.Division.INPUTS else y
+        return partition.leave(y) if summed and self.division is partition.Division.INPUTS else y
 
 
 def final_norm(config: ModelConfig, weight: Float32[Array, " D"], dtype: jnp.dtype) -> RMSNorm:

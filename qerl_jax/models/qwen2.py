@@ -31,7 +31,7 @@ from qerl_jax.models.cache import KVCache
 from qerl_jax.models.config import HEAD_NORMS, LAYER_NORMS, ModelConfig
 from qerl_jax.models.executor import PLAIN_EXECUTOR, PlainExecutor, Residual
 from qerl_jax.models.modules import Frozen, Norm, Projection, RMSNorm, final_norm
-from qerl_jax.partition import DIVISIONS
+from qerl_jax.partition import DIVISIONS, Mailbox
 from qerl_jax.types import Policy
 
 
@@ -218,8 +218,10 @@ class Qwen2(nnx.Module):
         own: KVCache,
         lengths: Int[Array, " B"],
         batch_invariant: bool = False,
-    ) -> tuple[Float[Array, "B D"], KVCache]:
-        """Hidden states of one new token a sequence, and the sequences' own cache with that token.
+        mailbox: Mailbox | None = None,
+    ) -> tuple[Float[Array, "B D"], KVCache, Mailbox | None]:
+        """Hidden states of one new token a sequence, the sequences' own cache with that token, and the mailbox for the
+        next step.
 
         Args:
           tokens: the newest token of each sequence.
@@ -230,15 +232,18 @@ class Qwen2(nnx.Module):
           lengths: tokens of the completion, the new one included, which goes to slot `lengths - 1`. 0: the sequence is
             idle, and its hidden state is arbitrary.
           batch_invariant: a sequence's bits do not depend on the number of sequences or on the others; slower.
+          mailbox: for sums over devices by a kernel, where they run one; None: XLA's.
         """
         slots = jnp.where(lengths > 0, lengths - 1, own.keys[0].shape[2])  # an idle sequence writes nothing
         prompt_lengths = jnp.where(lengths > 0, prompt_lengths, 0)
         attention = cached_attention(prompt_index, prompt_lengths, lengths, slots, batch_invariant)
         caches = list(zip(prompts.keys, prompts.values, own.keys, own.values, strict=True))
         positions = jnp.maximum(prompt_lengths + lengths - 1, 0)
-        executor = self._decode_executor(tokens.shape[0], batch_invariant)
-        hidden, caches, _ = self._run(tokens, positions, attention, caches, executor)
-        return hidden, KVCache(*(tuple(arrays) for arrays in zip(*caches, strict=True)))
+        executor = self._decode_executor(tokens.shape[0], batch_invariant, mailbox)
+        hidden, caches, residuals = self._run(tokens, positions, attention, caches, executor)
+        if isinstance(residuals[-1], fused_decode.DeferredResidual):
+            mailbox = residuals[-1].mailbox
+        return hidden, KVCache(*(tuple(arrays) for arrays in zip(*caches, strict=True))), mailbox
 
     def projections(self) -> Iterator[Projection]:
         """The (fused) projections of all layers, in the order of their use."""
@@ -253,11 +258,11 @@ class Qwen2(nnx.Module):
         """fp32 logits of hidden states."""
         return fp32_matmul(hidden, self.head.T)
 
-    def _decode_executor(self, batch: int, batch_invariant: bool) -> PlainExecutor:
+    def _decode_executor(self, batch: int, batch_invariant: bool, mailbox: Mailbox | None = None) -> PlainExecutor:
         # Batch-invariant decode is always plain: a larger batch may not fit the fused kernels, and the plain operations
         # sum in another order.
         if not batch_invariant and fused_decode.can_fuse_decode(self.projections(), batch):
-            return fused_decode.FusedDecodeExecutor()
+            return fused_decode.FusedDecodeExecutor(mailbox=mailbox)
         return PlainExecutor(batch_invariant)
 
     def _run(

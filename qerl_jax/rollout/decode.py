@@ -59,6 +59,7 @@ class Slots:
       limits: largest completion length.
       active: whether the slot still samples tokens.
       completions: results of the whole rollout.
+      mailbox: for sums over devices; None: there are none, or XLA's.
     """
 
     cache: KVCache
@@ -70,6 +71,7 @@ class Slots:
     limits: Int32[Array, " S"]
     active: Bool[Array, " S"]
     completions: Completions
+    mailbox: partition.Mailbox | None
 
 
 @jax.tree_util.register_dataclass
@@ -113,6 +115,7 @@ def allocate(key: Array, config: ModelConfig, dtype: jnp.dtype, shapes: RolloutS
         limits=jnp.zeros(slots, jnp.int32),
         active=jnp.zeros(slots, bool),
         completions=completions,
+        mailbox=partition.mailbox(slots, config.hidden_size, dtype, config.tensor_parallel),
     )
 
 
@@ -228,7 +231,7 @@ def _decode_step(
         done.finish.at[touched].set(finish, mode="drop"),
     )
     active = live & ~ended & (lengths < slots.limits)
-    hidden, cache = model.decode(
+    hidden, cache, mailbox = model.decode(
         token,
         prompt_cache.cache,
         slots.prompt_slots,
@@ -236,9 +239,10 @@ def _decode_step(
         slots.cache,
         jnp.where(active, lengths, 0),
         batch_invariant,
+        slots.mailbox,
     )
     slots = dataclasses.replace(
-        slots, cache=cache, hidden=hidden, lengths=lengths, active=active, completions=completions
+        slots, cache=cache, hidden=hidden, lengths=lengths, active=active, completions=completions, mailbox=mailbox
     )
     return slots, jnp.where(live, token, -1)
 
@@ -250,8 +254,9 @@ def gather(tree: Any, kept: Int32[Array, " S2"]) -> Any:
 
 
 def _fields(slots: Slots) -> dict[str, Any]:
-    """Everything in the slots but the cache; completions are not in slots."""
-    names = [field.name for field in dataclasses.fields(slots) if field.name not in ("cache", "completions")]
+    """Everything in the slots but the cache; completions and the mailbox are not in slots."""
+    apart = "cache", "completions", "mailbox"
+    names = [field.name for field in dataclasses.fields(slots) if field.name not in apart]
     return {name: getattr(slots, name) for name in names}
 
 
@@ -268,4 +273,4 @@ def compact(slots: Slots, kept: Int32[np.ndarray, " S2"], together: int) -> Slot
             if isinstance(array, jax.Array):  # no shape alone, as `programs.record` has it
                 array.delete()
     cache = jax.tree.unflatten(structure, moved)
-    return Slots(cache=cache, completions=slots.completions, **gather(_fields(slots), kept))
+    return dataclasses.replace(slots, cache=cache, **gather(_fields(slots), kept))

@@ -9,6 +9,7 @@ import collections
 import concurrent.futures
 import contextlib
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -244,6 +245,19 @@ class NumpyMachine:
         on = self.active & (self.every(flag) != 0)
         halves = np.asarray(jnp.asarray(self.every(value)[on]).astype(jnp.bfloat16)).view(np.uint16)
         self._write(self.every(at)[on], halves[:, None].view(np.uint8), on)
+
+    def send_packet(self, at, words, mark, flag):
+        self.store_global(at, [words[0], mark, words[1], mark], flag)
+
+    def receive_packet(self, at, otherwise, mark, flag):
+        on, mark = self.active & (self.every(flag) != 0), self.every(mark)
+        end = time.monotonic() + WAIT_S
+        while True:
+            first, one, second, two = self.load_global(at, 4, on)
+            if ((one == mark) & (two == mark))[on].all():
+                return [np.where(on, word, own) for word, own in zip((first, second), otherwise, strict=True)]
+            assert time.monotonic() < end, "a packet does not come"
+            time.sleep(1e-4)
 
     def cp_async(self, to, source, offsets, flag):
         on = np.flatnonzero(self.active & (self.every(flag) != 0))

@@ -67,7 +67,7 @@ def decoded(model, batch, batch_invariant=False):
     zeros, tokens = jnp.zeros(batch, jnp.int32), jnp.arange(batch) % CONFIG.vocab_size
     step = jax.jit(step_of(model, batch_invariant))
     for length in (1, 2):
-        hidden, own = step(tokens * length % 64, prompts, zeros, zeros, own, jnp.full(batch, length))
+        hidden, own, _ = step(tokens * length % 64, prompts, zeros, zeros, own, jnp.full(batch, length))
     return hidden, own
 
 

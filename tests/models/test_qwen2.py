@@ -71,7 +71,7 @@ def _decoded(policy: Policy, tokens: jax.Array, prompts: decode.PromptCache, pla
     prompt, logits = prompts.lengths[places], [model.logits(prompts.hidden[places])]
     for step in range(4):
         token = jnp.take_along_axis(tokens, (prompt + step)[:, None], axis=1)[:, 0]
-        state, own = model.decode(token, prompts.cache, places, prompt, own, jnp.full(len(tokens), step + 1))
+        state, own, _ = model.decode(token, prompts.cache, places, prompt, own, jnp.full(len(tokens), step + 1))
         logits.append(model.logits(state))
     return jnp.stack(logits, axis=1)
 

@@ -110,14 +110,21 @@ def test_a_run_trains_resumes_and_is_read_by_one_device(find):
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-def test_a_decode_step_on_two_gpus_sums_twice_a_layer():
-    """In fp32 and within the loop; no weight or cache is gathered, and all kernels of one GPU's layers run."""
-    ran = h200.run(HERE.with_name("rollout") / "divided_for_h200.py")
+@pytest.mark.parametrize("sums", ["peer_sum", "psum"])
+def test_a_decode_step_on_two_gpus_sums_twice_a_layer(sums):
+    """Within the loop, by a kernel whose mailbox is not copied, or by XLA in fp32; no weight or cache is gathered, and
+    all kernels of one GPU's layers run.
+    """
+    ran = h200.run(HERE.with_name("rollout") / "divided_for_h200.py", sums)
     case = json.loads(ran.stdout.splitlines()[-1])
+    assert case["outside"] == {} and case["copies"] == []
+    if sums == "peer_sum":
+        assert case["inside"] == {} and case["kernels"] == 2 * (10 + 2)
+        return
     shapes = [shape for each in case["inside"].values() for shape in each]
     assert {name.removesuffix("-start") for name in case["inside"]} == {"all-reduce"}
     assert len(shapes) == 2 * 2 and all("f32[8,1024]" in shape and "bf16" not in shape for shape in shapes)
-    assert case["outside"] == {} and case["kernels"] == 2 * 10
+    assert case["kernels"] == 2 * 10
 
 
 def test_sums_over_devices_are_in_fp32_rounded_once():

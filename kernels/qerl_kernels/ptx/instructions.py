@@ -143,6 +143,30 @@ class PtxMachine:
         text = " ".join(f"mad.wide.u32 $0, ${2 + i}, {s}, {'$0' if i else '$1'};" for i, (_, s) in enumerate(terms))
         return self.asm(text, "l", base, *(index for index, _ in terms))[0]
 
+    # ---- packets between GPUs ----
+
+    def send_packet(self, at: Ptr, words: Sequence[I32], mark: I32, flag: I32) -> None:
+        """16 bytes to memory of any GPU: each of two words with the mark behind it. As NCCL's protocol "LL" does, this
+        relies on the hardware, which writes and reads 8 aligned bytes at once; PTX promises it of 4."""
+        text = ".reg .pred p; setp.ne.b32 p, $4, 0; @p st.volatile.global.v4.b32 [$0], {$1, $3, $2, $3};"
+        self.asm(text, "", at, *words, mark, flag, effects=True)
+
+    def receive_packet(self, at: Ptr, otherwise: Sequence[I32], mark: I32, flag: I32) -> list[I32]:
+        """The two words of a packet, once it has the mark; `otherwise` where the flag is 0."""
+        text = """
+        .reg .pred on, p; .reg .b32 first, second;
+        mov.b32 $0, $3; mov.b32 $1, $4; setp.ne.b32 on, $6, 0;
+        @!on bra CAME;
+        WAIT:
+        ld.volatile.global.v4.b32 {$0, first, $1, second}, [$2];
+        setp.ne.b32 p, first, $5;
+        @p bra WAIT;
+        setp.ne.b32 p, second, $5;
+        @p bra WAIT;
+        CAME:
+        """
+        return self.asm(text, "rr", at, *otherwise, mark, flag, effects=True)
+
     # ---- shared memory ----
 
     def shared_address(self, ref: ir.Value) -> I32:

@@ -1,0 +1,79 @@
+"""`peer_sum`: the sum over GPUs that stands behind a row-parallel projection in decode.
+
+Axes: D devices, C packets of a sum, G CTAs; a device holds its own slice of what has a leading axis D.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+
+import jax
+from jaxtyping import Array, Float, Int32, UInt32
+
+from qerl_kernels import dispatch
+
+VALUES = 4  # bf16 values of a packet
+THREADS = 128  # of a CTA
+MAX_CTAS = 264
+MAX_PACKETS_OF_A_THREAD = 8
+Packets = UInt32[Array, "1 2 D C 4"]
+Calls = Int32[Array, "1 G"]
+
+
+def missing(elements: int, dtype: jax.typing.DTypeLike, devices: int, version: str = jax.__version__) -> str | None:
+    """What keeps the kernel from sums of `elements` values over the first `devices` of this process by JAX of
+    this version; None: it runs.
+    """
+    if reason := dispatch.missing_for_mosaic_gpu(dtype):
+        return reason
+    if tuple(int(part) for part in version.split(".")[:3]) < (0, 11, 2):
+        return f"jax 0.11.2 or later (this is {version})"  # an earlier one has a barrier in front of each call
+    if jax.process_count() > 1:
+        return "one process for all GPUs of a run"
+    if not 0 < elements <= VALUES * MAX_PACKETS_OF_A_THREAD * THREADS * MAX_CTAS or elements % VALUES:
+        return f"up to {VALUES * MAX_PACKETS_OF_A_THREAD * THREADS * MAX_CTAS} values (these are {elements})"
+    if dispatch.target() is None and jax.default_backend() == "gpu" and not _are_peers(devices):
+        return "GPUs that reach each other's memory (NVLink, or P2P over PCIe)"
+    return None
+
+
+def shapes(elements: int, devices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of `packets`, uint32, and `calls`, int32, of all devices for sums of up to `elements` values. Both begin
+    as zeros, on each device before another one begins its first sum.
+    """
+    packets = math.ceil(elements / VALUES)
+    return (devices, 2, devices, packets, 4), (devices, min(math.ceil(packets / THREADS), MAX_CTAS))
+
+
+def peer_sum(
+    x: Float[Array, "*B N"], packets: Packets, calls: Calls, axis: str
+) -> tuple[Float[Array, "*B N"], Packets, Calls]:
+    """`Σ_d x_d` in fp32 in the order of the devices, rounded once to bf16: the same bits on each, those of a `psum` of
+    two. Within `shard_map` over all devices of a mesh of one axis, and only there; each device makes the same calls.
+
+    Args:
+      x: this device's part of the sum, bf16.
+      packets: what other devices write here, consumed: two sets of packets for each device that sends.
+      calls: calls so far, once for each CTA, consumed.
+      axis: name of the mesh's axis.
+
+    Returns:
+      The sum, and `packets` and `calls` for the next call.
+    """
+    from qerl_kernels.peer_sum import kernel  # jax ≥ 0.11: imported where it runs
+
+    return kernel.peer_sum(x, packets, calls, axis)
+
+
+@functools.cache
+def _are_peers(count: int) -> bool:
+    """Whether each of the first `count` GPUs of this process can map the memory of the others."""
+    cuda, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    ordinals = [device.local_hardware_id for device in jax.local_devices()[:count]]
+    return all(
+        cuda.cuDeviceCanAccessPeer(ctypes.byref(answer), *pair) == 0 and answer.value == 1
+        for pair in itertools.permutations(ordinals, 2)
+    )

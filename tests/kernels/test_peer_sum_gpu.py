@@ -1,0 +1,80 @@
+"""Sums over two GPUs by the kernel, bit by bit against XLA's, alone and in whole rollouts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_oracle import needs_gpu
+from jax.sharding import NamedSharding, PartitionSpec
+from qerl_kernels.peer_sum import api
+from random_policy import random_policy
+
+from qerl_jax import Engine, LoraConfig, Prompts, Sampling, generate, keys, partition
+
+pytestmark = [
+    *needs_gpu,
+    pytest.mark.skipif(
+        jax.local_device_count() < 2, reason=f"needs two GPUs, this machine has {jax.local_device_count()}"
+    ),
+]
+CALLS, MESH = 7, partition.mesh_of(2) if jax.local_device_count() > 1 else None
+
+
+@functools.partial(jax.jit, static_argnames=("repeats", "sizes"))
+def sums(x, mailbox, repeats, sizes):
+    """Whether each sum of `CALLS` each repeat, of the first rows of x, has the bits of XLA's."""
+
+    def on_device(x, mailbox):
+        def repeat(i, carry):
+            mailbox, same = carry
+            for call in range(CALLS):
+                part = (x[0] * (1 + i * CALLS + call).astype(x.dtype))[: sizes[call % len(sizes)]]
+                found, mailbox = mailbox.leave(part)
+                same &= (found.view(jnp.uint16) == partition.leave(part).view(jnp.uint16)).all()
+            return mailbox, same
+
+        mailbox, same = jax.lax.fori_loop(0, repeats, repeat, (mailbox, jnp.bool(True)))
+        return same[None], mailbox
+
+    by_device = PartitionSpec(partition.AXIS)
+    mapped = jax.shard_map(on_device, mesh=MESH, in_specs=by_device, out_specs=by_device, check_vma=False)
+    return mapped(x, mailbox)
+
+
+@pytest.mark.parametrize("rows, features", [(1, 64), (5, 896), (8, 5120), (128, 8192)])
+def test_bits(rows, features):
+    """Of thousands of sums of different sizes on one mailbox."""
+    x = jax.random.normal(jax.random.key(rows), (2, rows, features), jnp.bfloat16)
+    x = jax.device_put(x, NamedSharding(MESH, PartitionSpec(partition.AXIS)))
+    mailbox = partition.mailbox(rows, features, x.dtype, 2)
+    mailbox = jax.block_until_ready(jax.device_put(mailbox, partition.shardings(mailbox, MESH)))
+    for _ in range(3):
+        same, mailbox = sums(x, mailbox, 300, (rows, 1, -(-rows // 2)))
+        assert same.all()
+    assert (mailbox.calls == 3 * 300 * CALLS).all()
+
+
+def test_rollouts_are_those_with_sums_by_xla(monkeypatch):
+    """Slots are filled again and compacted on the way, two rollouts in one process. Not by bits: XLA leaves out the
+    rounding of the sum in front of the final norm.
+    """
+    policy = random_policy("0.5B", "nvfp4", LoraConfig(rank=16), "mosaic_gpu", tensor_parallel=2)
+    prompts = Prompts.from_lists(np.random.default_rng(0).integers(1000, size=(12, 20)).tolist())
+    sampling, engine, limits = Sampling(64, num_generations=4), Engine(slots=32), [40, 7, 23, 64] * 12
+
+    def rollouts():
+        steps = [keys.for_step(0, keys.Purpose.SAMPLE, i) for i in range(2)]
+        return [generate(policy, prompts, sampling, key, engine, limits) for key in steps]
+
+    missing, asked = api.missing, []
+    monkeypatch.setattr(api, "missing", lambda *sums: asked.append(sums) or missing(*sums))
+    ours = rollouts()
+    assert asked and missing(*asked[0]) is None
+    monkeypatch.setattr(api, "missing", lambda *sums: "nothing")
+    jax.clear_caches()
+    for found, wanted in zip(ours, rollouts(), strict=True):
+        same = np.asarray(found.tokens == wanted.tokens)
+        assert same.mean() > 0.98
+        np.testing.assert_allclose(np.where(same, found.logprobs, 0), np.where(same, wanted.logprobs, 0), atol=2e-2)

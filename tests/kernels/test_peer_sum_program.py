@@ -1,0 +1,139 @@
+"""The kernel that sums over GPUs, its instructions run for all threads of all devices on numpy machines that share
+memory, bit by bit against fp32 sums in the order of the devices; and where it does not run.
+"""
+
+import concurrent.futures
+import functools
+import itertools
+import time
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_machine
+import pytest
+from numpy_machine import Memory, NumpyMachine
+from qerl_kernels import dispatch
+from qerl_kernels.gpu import H200
+from qerl_kernels.peer_sum import api, kernel
+
+from qerl_jax import partition
+
+ROWS = 4  # of the mailbox
+FEATURES = 1028  # nine packets more than eight CTAs have threads
+
+
+class SlowReader(NumpyMachine):
+    """A device that reads long after the others have sent."""
+
+    def receive_packet(self, *operands):
+        time.sleep(0.02)
+        return super().receive_packet(*operands)
+
+
+def device_memory(x: np.ndarray, devices: int) -> tuple[Memory, list[kernel.Pointers], int]:
+    """Memory of all devices in one, the pointers of each, and how many arrays each has."""
+    packets, calls = api.shapes(ROWS * FEATURES, devices)
+    empty = np.zeros(packets[1:], np.uint32), np.zeros(calls[1:], np.int32)
+    own = [[*x[:, device], *empty, *np.zeros_like(x[:, device])] for device in range(devices)]
+    memory = Memory(*itertools.chain(*own))
+    return memory, np.split(np.asarray(memory.begins), devices), calls[1]
+
+
+def summed(x: np.ndarray, sizes: list[int]) -> np.ndarray:
+    """[call, device, value]: what each device makes of the first values of each call, the last device reading late."""
+    number, devices, _ = x.shape
+    memory, begins, ctas = device_memory(x, devices)
+    room = api.shapes(ROWS * FEATURES, devices)[0][3]
+
+    def run(device: int) -> None:
+        ring = [begins[(device + i) % devices] for i in range(devices)]
+        for i, size in enumerate(sizes):
+            peers = [peer[number] for peer in ring[1:]]
+            own = kernel.Pointers(ring[0][i], ring[0][number], ring[0][number + 1], ring[0][number + 2 + i], peers)
+            for cta in range(ctas):
+                machine = (SlowReader if device == devices - 1 else NumpyMachine)(kernel.THREADS, memory=memory)
+                kernel.emit(machine, np.int64(cta), np.int64(device), own, size=size, room=room, ctas=ctas)
+
+    with concurrent.futures.ThreadPoolExecutor(devices) as pool:
+        for each in [pool.submit(run, device) for device in range(devices)]:
+            each.result()
+    each = 2 * number + 2
+    return np.stack([
+        [memory.array(device * each + number + 2 + i, x.dtype).reshape(-1) for device in range(devices)]
+        for i in range(number)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_bits(devices, monkeypatch):
+    """Five calls on one mailbox, of different sizes, with words of values that look like the marks of later calls."""
+    monkeypatch.setattr(numpy_machine, "WAIT_S", 20.0)
+    rng, sizes = np.random.default_rng(devices), [ROWS * FEATURES, FEATURES, 4, 2 * FEATURES, ROWS * FEATURES]
+    x = rng.normal(size=(len(sizes), devices, ROWS * FEATURES)) * 2.0 ** rng.integers(-12, 12, size=ROWS * FEATURES)
+    x = np.array(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16))
+    marks = x.view(np.uint32).reshape(len(sizes), devices, -1)
+    marks[..., ::3] = rng.integers(0, 8, marks[..., ::3].shape)  # two bf16: a subnormal, and zero
+    found = summed(x, sizes)
+    total = x[:, 0].astype(np.float32)
+    for device in range(1, devices):
+        total = total + x[:, device].astype(np.float32)
+    wanted = np.asarray(jnp.asarray(total).astype(jnp.bfloat16))
+    for i, size in enumerate(sizes):
+        for device in range(devices):
+            np.testing.assert_array_equal(found[i, device, :size].view(np.uint16), wanted[i, :size].view(np.uint16))
+            assert not found[i, device, size:].view(np.uint16).any()
+
+
+def test_a_mailbox_has_room_for_all_rows_and_a_thread_for_each_packet():
+    assert api.shapes(8 * 5120, 2) == ((2, 2, 2, 10240, 4), (2, 80))
+    assert api.shapes(128 * 8192, 4) == ((4, 2, 4, 262144, 4), (4, 264))
+
+
+def test_where_sums_are_left_to_xla(monkeypatch):
+    missing = functools.partial(dispatch.missing_for_mosaic_gpu, version="0.11.2")
+    monkeypatch.setattr(dispatch, "missing_for_mosaic_gpu", missing)
+    monkeypatch.setattr(api, "missing", functools.partial(api.missing, version="0.11.2"))
+
+    def found(rows: int = 8, features: int = 5120, dtype: Any = jnp.bfloat16, devices: int = 2):
+        with dispatch.lowering_for(H200):
+            return partition.mailbox(rows, features, dtype, devices)
+
+    mailbox = found()
+    assert (mailbox.packets.shape, mailbox.calls.shape) == api.shapes(8 * 5120, 2)
+    assert not mailbox.packets.any() and not mailbox.calls.any()
+    assert found(devices=1) is None
+    assert found(dtype=jnp.float32) is None
+    assert found(rows=264, features=4096) is not None  # all that fits
+    assert found(rows=264, features=4100) is None and found(rows=1, features=897) is None
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert found() is None
+    assert api.missing(64, jnp.bfloat16, 2, version="0.11.1") == "an NVIDIA GPU (the default device is cpu)"
+    with dispatch.lowering_for(H200):
+        assert api.missing(64, jnp.bfloat16, 2, version="0.11.1") == "jax 0.11.2 or later (this is 0.11.1)"
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what holds without a GPU")
+def test_without_a_gpu_there_is_no_mailbox():
+    assert partition.mailbox(8, 5120, jnp.bfloat16, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("answers", "are_peers"), [([(0, 1), (0, 1)], True), ([(0, 1), (0, 0)], False), ([(101, 1)], False)]
+)
+def test_gpus_are_asked_whether_they_reach_each_other(monkeypatch, answers, are_peers):
+    """Each of each, by the numbers of CUDA; an error counts as no."""
+    asked, given = [], iter(answers)
+
+    def ask(answer, device, peer):
+        asked.append((device, peer))
+        error, answer._obj.value = next(given)
+        return error
+
+    monkeypatch.setattr(api.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuDeviceCanAccessPeer=ask))
+    devices = [types.SimpleNamespace(local_hardware_id=number) for number in (3, 5, 7)]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert api._are_peers.__wrapped__(2) is are_peers
+    assert asked == [(3, 5), (5, 3)][: len(answers)]
