@@ -92,7 +92,6 @@ def apply_gradients(state: TrainState, parts: Sequence[Any], sums: Sums) -> tupl
         parts = [from_parts([unflattened(part) if isinstance(part, Flat) else part for part in parts])]
     for old, part in zip(before, parts, strict=True):
         finite = stays_finite(update, old, part, factor, finite)
-    jax.block_until_ready(squares)  # the last activations are freed then; else the next state would be beside them
     step = apply_flat if isinstance(parts[0], Flat) else apply
     after = [step(update, old, part, factor, finite) for old, part in zip(before, parts, strict=True)]
     return state.replace(**join(after)), metrics | {"skipped": skipped(finite)}

@@ -240,18 +240,17 @@ def _update(
     trained = trained_trees(state.lora, state.norms, state.config)
     zeros = from_parts([zeros_like(part) for part in in_parts(trained, len(layers))])
     gradients = [{name: tree["layers"][i] for name, tree in zeros.items()} for i in range(len(layers))]
-    sums, logprobs, d_x = head.no_sums(work.loss, completions, reference), zeros_like(completions["weights"]), None
+    sums, logprobs = head.no_sums(work.loss, completions, reference), zeros_like(completions["weights"])
     for some in micro_batches:
         x, packed = work.embed(sequences, some)
-        jax.block_until_ready(d_x)  # else a host that is ahead would hold the activations of two micro-batches
-        d_x = None  # frees it before the forward pass
         shape = work.layer_shape(some.kind)
         x, kept = _forward(work, shape, layers, x, packed)
         arrays = x, packed, completions, old, np.bool_(has_old), reference, sums, logprobs
         settings = work.head_shape, work.loss, state.config.sampling.distribution
         d_x, sums, logprobs = head.head_loss(*settings, head_of(work.frozen), *arrays)
         del x, arrays
-        d_x = _backward(work, shape, layers, gradients, kept, d_x, packed)
+        _backward(work, shape, layers, gradients, kept, d_x, packed)
+        del d_x  # before the next forward pass
     parts = parts_of(gradients)
     del gradients  # frees this replica's own behind the sum
     parts, sums = over_replicas(work.replicas, parts, sums)
@@ -285,12 +284,11 @@ def _backward(
     held: list,
     d_x: Array,
     packed: Packed,
-) -> Array:
-    """The gradient of the embedding; those of the layers are added to `gradients`, and `held` is emptied."""
+) -> None:
+    """Add the gradients of the layers to `gradients`, and empty `held`."""
     for i in reversed(range(len(layers))):
         frozen = work.frozen["layers"][i]
         gradients[i], d_x = layer.backward(shape, frozen, layers[i], gradients[i], *held.pop(), d_x, packed)
-    return d_x
 
 
 @program

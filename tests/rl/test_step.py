@@ -299,16 +299,6 @@ def test_arrays_and_one_vector_make_the_step_of_optax_over_the_whole_tree(micro,
         np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-6)
 
 
-class Waited:
-    """A result of a program, which notes in `calls` that somebody waits for it."""
-
-    def __init__(self, array: jax.Array, calls: list):
-        self.array, self.calls = array, calls
-
-    def block_until_ready(self) -> None:
-        self.calls.append(("block_until_ready", (self,), None))
-
-
 def test_the_optimizers_programs_are_kept_as_lowered(micro, tmp_path):
     """Those of the config's AdamW. Another one's functions have no name that says them."""
     gradients = [{"lora": micro.lora["layers"][i]} for i in (0, 1)]
@@ -320,25 +310,23 @@ def test_the_optimizers_programs_are_kept_as_lowered(micro, tmp_path):
         assert {file.name.split("-")[0] for file in kept.directory.glob("*")} & {"stays_finite", "apply"} == names
 
 
-def test_the_next_state_is_made_once_the_last_activations_are_freed(micro, batch, monkeypatch):
-    """The host waits for what depends on the whole gradient before it asks for memory, and the checks run meanwhile."""
+def test_the_next_state_is_made_once_all_layers_are_checked(micro, batch, monkeypatch):
+    """The host waits for none of them."""
     monkeypatch.setattr(rl_state, "_TOGETHER", 1)
     calls = []
 
     def call(program, arguments, more):
-        result = program(*(each.array if isinstance(each, Waited) else each for each in arguments), **more)
-        result = Waited(result, calls) if program.__name__ == "add_squares" else result
+        result = program(*arguments, **more)
         if program.__name__ in ("add_squares", "stays_finite", "apply"):
             calls.append((program.__name__, arguments, result))
         return result
 
     with calling(call):
         grpo_step(init_state(micro, make_config()), micro.frozen, batch)
-    names = ["add_squares"] * 2 + ["stays_finite"] * 2 + ["block_until_ready"] + ["apply"] * 2
-    assert [name for name, *_ in calls] == names
-    assert calls[1][1][-1] is calls[0][2] and calls[4][1][0] is calls[1][2]  # the sum over all layers
+    assert [name for name, *_ in calls] == [*["add_squares"] * 2, *["stays_finite"] * 2, *["apply"] * 2]
+    assert calls[1][1][-1] is calls[0][2]  # the sum over all layers
     checked = calls[3][2]  # the last layer's, which takes the result of the one before
-    assert calls[3][1][-1] is calls[2][2] and all(arguments[-1] is checked for _, arguments, _ in calls[5:])
+    assert calls[3][1][-1] is calls[2][2] and all(arguments[-1] is checked for _, arguments, _ in calls[4:])
 
 
 def test_gradients_are_made_before_any_activation(micro, batch):
