@@ -241,7 +241,7 @@ def token_losses(
     importance = _importance_ratio(mismatch, settings.importance_sampling_mode)
     if settings.importance_sampling_cap is not None:
         losses = losses * _importance_weight(importance, settings)
-    values = {**values, "mismatch": mismatch, "importance": importance}
+    values = {**values, "sampling/mismatch": mismatch, "sampling/importance": importance}
     if settings.beta > 0:
         difference = reference_logp - logp
         values["kl"] = jnp.exp(difference) - difference - 1

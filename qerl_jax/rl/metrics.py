@@ -34,7 +34,7 @@ def token_sums(
       values: from `token_losses`.
     """
     values = dict(values)
-    importance, mismatch = values.pop("importance"), values.pop("mismatch")
+    importance, mismatch = values.pop("sampling/importance"), values.pop("sampling/mismatch")
     values |= {
         "trained_tokens": jnp.ones_like(entropy),
         "entropy": entropy,

@@ -132,7 +132,7 @@ def _sums(loss: Array, mask: Array, entropy: Array, values: dict[str, Array]) ->
     def total(value: Array) -> Array:
         return jnp.sum(jnp.where(mask, value, 0))
 
-    importance, mismatch = values["importance"], values["mismatch"]
+    importance, mismatch = values["sampling/importance"], values["sampling/mismatch"]
     sums = {
         "loss": loss,
         "tokens": total(jnp.ones_like(entropy)),
@@ -145,7 +145,7 @@ def _sums(loss: Array, mask: Array, entropy: Array, values: dict[str, Array]) ->
         "sampling/importance_sampling_ratio/min": jnp.min(jnp.where(mask, importance, jnp.inf)),
         "sampling/importance_sampling_ratio/max": jnp.max(jnp.where(mask, importance, 0)),
     }
-    sums |= {name: total(value) for name, value in values.items() if name not in ("importance", "mismatch")}
+    sums |= {name: total(value) for name, value in values.items() if not name.startswith("sampling/")}
     return jax.tree.map(jax.lax.stop_gradient, sums)
 
 

@@ -214,7 +214,7 @@ def test_the_importance_weights_are_trls(case, mode, floor):
         expected, expected_gradient, _ = theirs(case, settings, oracle)
         assert value == pytest.approx(expected, abs=1e-6)
         np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
-    reported = np.asarray(values["importance"])[case["mask"]]
+    reported = np.asarray(values["sampling/importance"])[case["mask"]]
     np.testing.assert_allclose(reported, np.broadcast_to(ratio, case["mask"].shape)[case["mask"]], rtol=1e-5)
 
 

@@ -111,7 +111,7 @@ def entropy_and_more(logp, old_logp, behaviour_logp, reference_logp, advantages,
     """A loss that reads every argument, and the entropy with and without the log-probability."""
     losses = -advantages[:, None] * jnp.exp(logp - old_logp) - 0.3 * entropy + 0.1 * entropy * logp
     losses += 0.05 * jnp.where(mask, reference_logp - logp, 0) ** 2 + 0.01 * behaviour_logp * logp
-    return losses, {"mine": entropy - logp}
+    return losses, {"mine": entropy - logp, "importance": entropy, "mismatch": 2 * entropy}
 
 
 def test_a_loss_of_ones_own_with_entropy_has_the_gradient_of_the_padded_rows(micro):
@@ -122,6 +122,8 @@ def test_a_loss_of_ones_own_with_entropy_has_the_gradient_of_the_padded_rows(mic
     found = grpo_step(state, micro.frozen, batch, token_loss=entropy_and_more)
     close(found, wanted)
     assert float(found[1]["mine"]) > float(found[1]["entropy"]) > 0 and "clip_ratio/low_mean" not in found[1]
+    own = float(found[1]["importance"]), float(found[1]["mismatch"]) / 2
+    assert own == pytest.approx([float(found[1]["entropy"])] * 2), "names that the weight's own metrics do not take"
 
 
 def test_the_reference_can_be_asked_for_without_a_penalty(micro):
