@@ -16,9 +16,10 @@ def checked(batch: Batch, config: Config) -> Batch:
     """The batch, its behaviour log-probabilities NaN where it has none and no importance weight reads them: metrics of
     the mismatch are NaN then.
 
-    Raises ValueError, naming both values, where shapes, group size or lengths are not the config's, and where the
-    importance weight would be computed from behaviour log-probabilities that are not there (None, or of the rows with
-    an advantage no token's is finite and other than 0). Of a batch of shapes only they are checked.
+    Raises ValueError, naming both values, where shapes, group size or lengths are not the config's, where the mask has
+    tokens outside of completions, which no pass would read, and where the importance weight would be computed from
+    behaviour log-probabilities that are not there (None, or of the rows with an advantage no token's is finite and
+    other than 0). Of a batch of shapes only they are checked.
     """
     rows, width = config.batch_size, batch.tokens.shape[1]
     of_tokens = [batch.tokens, batch.loss_mask, *([] if batch.logprobs is None else [batch.logprobs])]
@@ -34,6 +35,7 @@ def checked(batch: Batch, config: Config) -> Batch:
         prompts, lengths, groups, mask, logprobs, advantages = jax.device_get(values)
         _check_groups(groups, config)
         _check_lengths(lengths - prompts, config)
+        _check_mask(mask, prompts, lengths)
         # A single kept token has the log-probability 0, and so have all of a policy that always says the same.
         weighted = mask & (np.nan_to_num(advantages) != 0)[:, None]
         lacks = lacks or (config.top_k != 1 and weighted.any() and not _any_known(logprobs[weighted]))
@@ -68,4 +70,15 @@ def _check_lengths(lengths: np.ndarray, config: Config) -> None:
         raise ValueError(
             f"completion {lengths.argmax()} of the batch has {lengths.max()} tokens, the config has "
             f"max_completion_length {config.max_completion_length}"
+        )
+
+
+def _check_mask(mask: np.ndarray, prompts: np.ndarray, lengths: np.ndarray) -> None:
+    columns = np.arange(mask.shape[1])
+    outside = np.argwhere(mask & ((columns < prompts[:, None]) | (columns >= lengths[:, None])))
+    if len(outside):
+        row, column = outside[0]
+        raise ValueError(
+            f"loss_mask has column {column} of row {row}, whose completion lies in columns {prompts[row]} to "
+            f"{lengths[row]} (exclusive): tokens of no completion cannot be trained on"
         )

@@ -229,6 +229,11 @@ def test_what_config_policy_and_batch_disagree_on_is_an_error_with_both_values(m
             grpo_step(init_state(micro, config), micro.frozen, unchecked(batch, **other))
     with pytest.raises(ValueError, match=r"not one of batch_size 24 .*has shape \(24, 1\) but expected"):
         grpo_step(init_state(micro, config), micro.frozen, unchecked(batch, loss_mask=batch.loss_mask[:, :1]))
+    for column in (int(batch.prompt_lengths[7]) - 1, int(batch.lengths[7])):
+        other = batch.replace(loss_mask=batch.loss_mask.at[7, column].set(True))
+        words = f"column {column} of row 7, .* columns {batch.prompt_lengths[7]} to {batch.lengths[7]} "
+        with pytest.raises(ValueError, match=words):
+            grpo_step(init_state(micro, config), micro.frozen, other)
 
 
 @pytest.mark.parametrize("missing", ["none", "nan", "zeros"])
