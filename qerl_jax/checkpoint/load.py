@@ -73,8 +73,9 @@ def load_policy(
         divide the model, or for which there are too few devices.
     """
     name, path = str(path), assets.model_path(str(path))
+    dtype = jnp.dtype(dtype)  # which may be a name
     if dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"dtype must be bfloat16 or float32, got {jnp.dtype(dtype).name}")
+        raise ValueError(f"dtype must be bfloat16 or float32, got {dtype.name}")
     config = dataclasses.replace(hf_config.model_config(path), tensor_parallel=tensor_parallel)
     if lora is None:
         lora = LoraConfig() if adapter is None else adapter_config(Path(adapter))

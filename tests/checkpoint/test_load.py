@@ -93,7 +93,7 @@ def test_a_tied_head_may_stand_in_the_file_once_more(tmp_path):
             fp32_policy(changed)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", jnp.bfloat16])
 def test_dtypes_and_formats(micro_dir, dtype):
     """4-bit weights are packed where the kernels run and nowhere else."""
     for name, kind in (("bf16", Dense), (None, Dense), ("nvfp4", Nvfp4), ("mxfp4", Mxfp4), ("nf4", Nf4)):
