@@ -53,7 +53,7 @@ class LoraConfig:
       rank: R; 0 for no adapters.
       alpha: numerator of the scale; None for the rank.
       use_rslora: scale `alpha / sqrt(R)` in place of `alpha / R`.
-      target_modules: the projections that have an adapter.
+      target_modules: the projections that have an adapter; kept as a tuple.
       dropout: dropout of an imported adapter, kept for the export. Training refuses a value above 0.
 
     Raises ValueError for a negative rank or an unknown projection.
@@ -62,10 +62,12 @@ class LoraConfig:
     rank: int = 32
     alpha: float | None = None
     use_rslora: bool = False
-    target_modules: tuple[str, ...] = PROJECTIONS
+    target_modules: Sequence[str] = PROJECTIONS
     dropout: float = 0.0
 
     def __post_init__(self):
+        given = self.target_modules  # PEFT has a list, which has no hash
+        object.__setattr__(self, "target_modules", (given,) if isinstance(given, str) else tuple(given))
         if self.rank < 0:
             raise ValueError(f"lora_rank must be 0 or more, got {self.rank}")
         unknown = sorted(set(self.target_modules) - set(PROJECTIONS))

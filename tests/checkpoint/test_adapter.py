@@ -131,7 +131,7 @@ def test_a_policy_without_adapters_has_nothing_to_export(micro_dir, tmp_path):
 
 @pytest.fixture
 def exported(micro_dir, tmp_path) -> Path:
-    export_adapter(trained(micro_dir, LoraConfig(2, target_modules=("q_proj", "v_proj"))), tmp_path / "adapter")
+    export_adapter(trained(micro_dir, LoraConfig(2, target_modules=["q_proj", "v_proj"])), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
