@@ -104,8 +104,8 @@ def _entropy(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.set_title("Entropy of the policy" + (", and AQN's σ" if noisy else ""))
     if noisy:
         twin = axes.twinx()
-        twin.step(*_series(rows, "aqn/sigma"), color=_SECOND, where="post")
         twin.set_yscale("log")
+        twin.step(*_series(rows, "aqn/sigma"), color=_SECOND, where="post")
         twin.set_ylabel("noise σ", color=_SECOND)
 
 

@@ -127,7 +127,8 @@ def test_a_plot_names_noise_where_there_was_some(plot, title, noise):
     from matplotlib.figure import Figure
 
     names = ("accuracy", "entropy", "sampling/kl", "sampling/sampling_logp_difference/mean")
-    for sigmas, wanted in (((0.0, 0.0), title), ((0.0, 0.01), title + noise)):
+    least = 0.0009999999999999992  # of a logarithmic schedule to 1e-3; a linear axis of it had no extent in logarithms
+    for sigmas, wanted in (((0.0, 0.0), title), ((0.0, least), title + noise)):
         axes = Figure().add_subplot()
         _PLOTS[plot][1](axes, [dict.fromkeys(names, 0.5) | {"step": 1, "aqn/sigma": sigma} for sigma in sigmas])
         assert axes.get_title() == wanted
