@@ -58,7 +58,7 @@ _OF_EVALUATION = {
     name: name
     for name in (
         *("prompt_column", "answer_column", "system_prompt", "prompt_format", "overlong_prompts"),
-        *("max_completion_length", "dtype"),
+        *("dtype", "seed"),
     )
 }
 """Flags of an evaluation, and the fields of a run that they continue."""
@@ -229,7 +229,8 @@ def _evaluation(config: Config) -> tuple[list[str], str]:
         words += ["--split", "train"]
     if config.eval_dataset in known:
         words += ["--samples", str(config.eval_samples)]
-    words += ["--max-prompt-length", str(config.max_prompt_length)]
+    for name in ("max_prompt_length", "max_completion_length"):  # whose defaults are others there
+        words += [f"--{name.replace('_', '-')}", str(getattr(config, name))]
     for name, field in _OF_EVALUATION.items():
         value = getattr(config, field)
         if value != getattr(defaults, field) and not (name == "prompt_format" and config.system_prompt is not None):

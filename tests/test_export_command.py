@@ -65,7 +65,7 @@ def make_run(
 OWN_PROBLEMS = {
     "eval_dataset": "my rows.jsonl", "eval_samples": 5, "prompt_column": "problem", "answer_column": "solution",
     "system_prompt": "It's \\boxed{5}.", "overlong_prompts": "truncate_left", "eval_temperature": 0.0,
-    "eval_top_p": 1.0, "eval_num_generations": 2,
+    "eval_top_p": 1.0, "eval_num_generations": 2, "seed": 3,
 }  # fmt: skip
 
 
@@ -74,20 +74,19 @@ OWN_PROBLEMS = {
     [
         (
             {"dataset": "train_dataset", "answer_column": ""},
-            "--dataset FILE --max-prompt-length 512 --answer-column COLUMN --adapter A  # FILE: problems with "
+            "--dataset FILE LENGTHS --answer-column COLUMN --adapter A  # FILE: problems with "
             "answers, in place of the run's records in memory; COLUMN: the column of the answers, as the run had none",
         ),
-        ({"eval_dataset": "eval_dataset"}, "--dataset gsm8k --max-prompt-length 512 --adapter A"),
-        ({"dataset": "bigmath"}, "--dataset bigmath --split train --max-prompt-length 512 --adapter A"),
-        ({"dataset": "ROWS"}, "--dataset ROWS --split train --max-prompt-length 512 --adapter A"),
+        ({"eval_dataset": "eval_dataset"}, "--dataset gsm8k LENGTHS --adapter A"),
+        ({"dataset": "bigmath"}, "--dataset bigmath --split train LENGTHS --adapter A"),
+        ({"dataset": "ROWS"}, "--dataset ROWS --split train LENGTHS --adapter A"),
         (
             {"dataset": "codeforces"},
-            "--dataset FILE --max-prompt-length 512 --adapter A  # FILE: problems with answers, in place of "
-            "codeforces, which has none",
+            "--dataset FILE LENGTHS --adapter A  # FILE: problems with answers, in place of codeforces, which has none",
         ),
         (
             {"dataset": "train_dataset", "eval_dataset": "gsm8k", "prompt_format": "think_answer"},
-            "--dataset gsm8k --samples 200 --max-prompt-length 512 --prompt-format think_answer --adapter A",
+            "--dataset gsm8k --samples 200 LENGTHS --prompt-format think_answer --adapter A",
         ),
     ],
 )
@@ -96,7 +95,8 @@ def test_the_command_behind_an_adapter(changes, words, tmp_path):
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows/train.jsonl").touch()
     changes = {name: str(tmp_path / "rows") if value == "ROWS" else value for name, value in changes.items()}
-    words = words.replace("ROWS", str(tmp_path / "rows"))
+    lengths = "--max-prompt-length 512 --max-completion-length 1024"  # which evaluations have another default of
+    words = words.replace("ROWS", str(tmp_path / "rows")).replace("LENGTHS", lengths)
     base = small.bf16(tmp_path / "model", shards=1)
     source = Source(tmp_path, base, "B", None, tmp_path, Config("B", max_prompt_length=512, **changes))
     assert _commands("peft", source, None, Path("A")) == [f"python -m qerl_jax.evaluate B {words}"]
