@@ -4,6 +4,7 @@ and bad input.
 
 import dataclasses
 import importlib.util
+import json
 import math
 import re
 import shutil
@@ -23,7 +24,7 @@ from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint import torch_reference
 from qerl_jax.checkpoint.adapter import export_adapter
 from qerl_jax.checkpoint.assets import model_path
-from qerl_jax.checkpoint.hf_config import model_config
+from qerl_jax.checkpoint.hf_config import MODELOPT_FILE, model_config
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.torch_reference import Outputs
 from qerl_jax.compare import Deviation, deviations, main, prompts_of, rounding_bounds
@@ -207,6 +208,15 @@ def test_quantized_models_by_our_loader(tmp_path, capsys, layout, with_adapter):
     said = capsys.readouterr().out
     why = " (compressed-tensors is not installed)" if layout == "nvfp4" else ""
     assert f" in float32, weights dequantized by our loader{why}" in said
+
+
+def test_a_quantization_that_modelopt_describes_beside_the_config(tmp_path, capsys):
+    model = small.modelopt(tmp_path / "model")
+    raw = json.loads((model / "config.json").read_text())
+    small.write_json(model / MODELOPT_FILE, {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}})
+    small.write_json(model / "config.json", {key: raw[key] for key in raw.keys() - {"quantization_config"}})
+    assert main([str(model)]) == 0
+    assert "weights dequantized by our loader" in capsys.readouterr().out
 
 
 def test_nvfp4_by_compressed_tensors(tmp_path, capsys):

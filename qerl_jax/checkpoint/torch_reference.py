@@ -109,7 +109,7 @@ def _torch_model(path: Path, weight_format: str | None, options: dict[str, Any])
     is_decompressed = model is not None
     if not is_decompressed:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        if quantization is not None:
+        if hasattr(config, "quantization_config"):  # ModelOpt may have its own file for it
             del config.quantization_config
         model = AutoModelForCausalLM.from_config(config, **options)
         label = f", weights dequantized by our loader{label}"
