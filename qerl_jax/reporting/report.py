@@ -58,7 +58,7 @@ def write_report(directory: Path, config: Config, metrics: list[dict[str, Any]],
     """Write `report.md`; links to the plots are relative, so that the directory may move."""
     plots = sorted(path.name for path in (directory / PLOTS_DIR).glob("*.png"))
     path = directory / REPORT_FILE
-    write_text(path, render(directory.name, config, metrics, ending, plots))
+    write_text(path, render(directory.absolute().name, config, metrics, ending, plots))
     return path
 
 

@@ -114,7 +114,7 @@ class _Wandb:
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "qerl-jax"),
-                name=directory.name,
+                name=directory.absolute().name,
                 dir=str(directory),
                 config=to_mapping(config),
                 id=known,

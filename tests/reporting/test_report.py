@@ -6,6 +6,7 @@ import io
 import platform
 import re
 import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -132,6 +133,12 @@ def test_every_row_and_note_says_what_its_number_is():
 def test_a_run_stopped_before_its_first_step(tmp_path):
     text = write_report(tmp_path, Config(model="m", max_steps=200), [], Ending(0, "SIGINT", {}, {})).read_text()
     assert "stopped by SIGINT after step 0" in text and "![" not in text
+
+
+def test_a_run_in_the_working_directory_has_its_name(tmp_path, monkeypatch):
+    (tmp_path / "run-7").mkdir()
+    monkeypatch.chdir(tmp_path / "run-7")
+    assert write_report(Path(), Config(max_steps=1), [], Ending(1, "", {}, {})).read_text().startswith("# run-7\n")
 
 
 @pytest.mark.parametrize(("width", "shown"), [(80, "length 512"), (60, "nothing trained"), (120, "━")])
