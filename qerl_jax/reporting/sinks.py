@@ -78,10 +78,10 @@ class _TensorBoard:
     def __init__(self, config: Config, directory: Path, step: int):
         import tensorboardX
 
-        # Steps after the checkpoint that a killed run had written already are purged: they come again.
+        # Steps after the checkpoint, or all without one, that a killed run had written are purged: they come again.
         self._writer = tensorboardX.SummaryWriter(
             str(directory / TENSORBOARD_DIR),
-            purge_step=step + 1 if step else None,
+            purge_step=step + 1 if step else 0,
             max_queue=1000,  # of 10, the writer's thread and this one wait for each other at every number
             filename_suffix=f".from{step}",  # names have whole seconds: two starts in one must not share a file
         )
