@@ -64,7 +64,8 @@ class WeightReader:
         arrays = [self._finite(name)[0] for name in spec.stored(layer)]
         if spec.kind == "table":
             return arrays[0]
-        return np.concatenate(arrays).astype(np.float32 if spec.kind == "norm" else self.dtype, copy=False)
+        dtype = np.float32 if spec.kind == "norm" else self.dtype
+        return np.concatenate([array.astype(dtype, copy=False) for array in arrays])
 
     def parts(self, spec: TensorSpec, layer: int) -> dict[str, Weight]:
         """The parts of a (fused) projection by module, dense or quantized; those that are quantized here share what

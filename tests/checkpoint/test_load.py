@@ -150,6 +150,20 @@ def test_fused_parts_of_two_dtypes_share_a_global_scale_in_fp32(micro_dir, tmp_p
     assert (found == scale).all() and scale.astype(ml_dtypes.bfloat16) != scale
 
 
+def test_fused_biases_of_bf16_and_fp16_keep_their_values(micro_dir, tmp_path):
+    """numpy has no dtype for both."""
+
+    def narrow(tensors: dict[str, np.ndarray]) -> None:
+        for part, dtype in (("q_proj", ml_dtypes.bfloat16), ("v_proj", np.float16)):
+            name = Q.replace("q_proj", part) + ".bias"
+            tensors[name] = tensors[name].astype(dtype)
+
+    policy = fp32_policy(rewritten(micro_dir, tmp_path / "m", narrow))
+    stored = [st.open_checkpoint(tmp_path / "m")[Q.replace("q_proj", f"{part}_proj") + ".bias"] for part in "qkv"]
+    found = policy.frozen["layers"][0]["self_attn"]["qkv_proj"]["bias"]
+    np.testing.assert_array_equal(found, np.concatenate([part.astype(np.float32) for part in stored]))
+
+
 @pytest.mark.parametrize(
     "targets", [PROJECTIONS, ("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj", "k_proj")], ids=len
 )
