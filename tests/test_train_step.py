@@ -191,6 +191,7 @@ def test_the_record(step):
     assert metrics["completions/failed"] == 1
     no_verdict = experience.reward_parts | {"spy": np.full(6, np.nan, np.float32)}
     no_verdict["spy/timeout"] = np.float32([1, 0, 0, 1, 0, 0])
+    no_verdict["crash"] = np.float32([2, 0, 0, 2, 0, 2])  # a reward of this name
     of_row = np.array([[0.25], [0.5], [0.5], [0.25], [1.0], [0.0]])
     entropies = jnp.asarray(experience.rollout.completion_mask * of_row, jnp.float32)
     other = dataclasses.replace(
@@ -203,6 +204,7 @@ def test_the_record(step):
     assert found["sampling/entropy"] == pytest.approx(tokens @ of_row[:, 0] / tokens.sum()) and len(set(tokens)) > 1
     assert np.isnan(found["accuracy"])
     assert found["rewards/spy/timeout_rate"] == pytest.approx(2 / 6) and found["rewards/spy/crash_rate"] == 0
+    assert found["rewards/crash/mean"] == pytest.approx(1) and "rewards/crash_rate" not in found
     lengths = np.asarray(experience.rollout.lengths)
     for skipped in (0, 1, 2):  # of two updates; 7 of the 8 before and in this step changed something
         state = state.replace(opt_state=state.optimizer.init(norms(0.0)))

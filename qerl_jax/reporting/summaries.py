@@ -66,7 +66,8 @@ def step_metrics(
     if entropies is not None:
         metrics["sampling/entropy"] = float(entropies.sum() / max(lengths.sum(), 1))
     for name, values in experience.reward_parts.items():
-        if name.rpartition("/")[2] in FLAGS:
+        reward, _, flag = name.rpartition("/")
+        if reward and flag in FLAGS:
             metrics[f"rewards/{name}_rate"] = _mean(values)
         else:
             metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean(values), _deviation(values)
