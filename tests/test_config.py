@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qerl_jax.checkpoint import assets
@@ -56,6 +57,15 @@ def test_yaml_is_read_as_written(tmp_path, text, values):
     config = load(path)
     assert config == Config(**values)
     assert all(type(getattr(config, name)) is type(value) for name, value in values.items())
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    config = Config(seed=np.arange(4)[3], learning_rate=np.float32(0.5))
+    assert (type(config.seed), type(config.learning_rate)) == (int, float)
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load(tmp_path / "config.yaml") == Config(seed=3, learning_rate=0.5)
+    with pytest.raises(ConfigError, match="learning_rate must be finite"):
+        Config(learning_rate=np.float32("nan"))
 
 
 @pytest.mark.parametrize(
