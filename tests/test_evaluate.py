@@ -65,6 +65,7 @@ def test_a_local_copy_of_a_preset(data, tmp_path, capsys):
         ),
         (["--output", "."], "output . is a directory: name a file"),
         (["--records", "."], "records . is a directory: name a file"),
+        (["--dataset", "arithmetic", "--records", "/dev/null"], "records /dev/null is a device or a pipe"),
         (["--output", "a.jsonl", "--records", "tests/../a.jsonl"], "output and records are the same file, a.jsonl"),
         (["--problems-at-once", "0"], "problems_at_once must be at least 1, got 0"),
         (

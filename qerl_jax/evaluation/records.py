@@ -61,9 +61,11 @@ def open_records(
       generations: completions of each problem.
 
     Raises RecordsError for a file of other settings, naming the first that differs and both values, one that holds
-    something else, or one that another process writes; OSError if it cannot be written.
+    something else, one that another process writes, or a device; OSError if it cannot be written.
     """
     check_file_writable(path, "records")
+    if path.exists() and not path.is_file():
+        raise RecordsError(f"records {path} is a device or a pipe, which nothing can be read back from: name a file")
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")
