@@ -237,7 +237,8 @@ def _evaluation(config: Config) -> tuple[list[str], str]:
             if (name, value) == ("answer_column", ""):
                 value = "COLUMN"
                 missing.append("COLUMN: the column of the answers, as the run had none")
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            flag, text = f"--{name.replace('_', '-')}", str(value)
+            words += [f"{flag}={text}"] if text.startswith("--") else [flag, text]
     return words, f"  # {'; '.join(missing)}" if missing else ""
 
 

@@ -64,7 +64,7 @@ def make_run(
 
 OWN_PROBLEMS = {
     "eval_dataset": "my rows.jsonl", "eval_samples": 5, "prompt_column": "problem", "answer_column": "solution",
-    "system_prompt": "It's \\boxed{5}.", "overlong_prompts": "truncate_left", "eval_temperature": 0.0,
+    "system_prompt": "--- It's \\boxed{5}.", "overlong_prompts": "truncate_left", "eval_temperature": 0.0,
     "eval_top_p": 1.0, "eval_num_generations": 2, "seed": 3,
 }  # fmt: skip
 
