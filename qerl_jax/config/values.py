@@ -7,7 +7,7 @@ import re
 import types
 import typing
 from decimal import Decimal
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from qerl_jax.messages import is_unicode, shown
@@ -42,7 +42,7 @@ def _number(value: Any, kind: type[int] | type[float]) -> int | float:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         exact = Decimal(value)
     elif isinstance(value, Real) and not isinstance(value, bool):
-        exact = value if isinstance(value, int) else float(value)  # numpy's, too
+        exact = int(value) if isinstance(value, Integral) else float(value)  # numpy's, too
     else:
         raise ConfigError(f"must be a number, got {shown(value)}")
     if isinstance(exact, float) and not math.isfinite(exact):
