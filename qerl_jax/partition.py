@@ -209,21 +209,23 @@ class Mailbox:
 
     def leave(self, x: Float[Array, "*M N"]) -> tuple[Float[Array, "*M N"], Mailbox]:
         """`partition.leave` without a gradient, and the mailbox for the next sum."""
+        if x.size > peers.room(self.packets):
+            return leave(x), self
         x, packets, calls = peers.peer_sum(x, self.packets, self.calls, AXIS)
         return x, Mailbox(packets, calls)
 
 
 def mailbox(rows: int, features: int, dtype: jax.typing.DTypeLike, count: int) -> Mailbox | None:
-    """An empty one for sums of up to `rows` rows; inside jit. None where the kernel does not run, or a device is alone.
+    """An empty one for sums of `rows` rows, or of as many as the kernel takes; inside jit. None where that does not
+    run, or a device is alone.
 
     All devices have theirs before one sends to another, where any `leave` or `enter` stands between.
     """
     if count == 1:
         return None
-    elements = rows * features
-    if dispatch.choose("peer_sum", None, peers.missing(elements, dtype, count)) == "xla":
+    if dispatch.choose("peer_sum", None, peers.missing(features, dtype, count)) == "xla":
         return None
-    packets, calls = peers.shapes(elements, count)
+    packets, calls = peers.shapes(min(rows, peers.LARGEST // features) * features, count)
     return Mailbox(jnp.zeros(packets, jnp.uint32), jnp.zeros(calls, jnp.int32))
 
 

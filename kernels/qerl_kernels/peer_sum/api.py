@@ -9,6 +9,7 @@ import ctypes
 import functools
 import itertools
 import math
+import re
 
 import jax
 from jaxtyping import Array, Float, Int32, UInt32
@@ -18,23 +19,25 @@ from qerl_kernels import dispatch
 VALUES = 4  # bf16 values of a packet
 THREADS = 128  # of a CTA
 MAX_CTAS = 264
-MAX_PACKETS_OF_A_THREAD = 8
+_PACKETS_OF_A_THREAD = 8
+LARGEST = VALUES * _PACKETS_OF_A_THREAD * THREADS * MAX_CTAS
+"""Values of a sum, at most."""
 Packets = UInt32[Array, "1 2 D C 4"]
 Calls = Int32[Array, "1 G"]
 
 
-def missing(elements: int, dtype: jax.typing.DTypeLike, devices: int, version: str = jax.__version__) -> str | None:
-    """What keeps the kernel from sums of `elements` values over the first `devices` of this process by JAX of
+def missing(features: int, dtype: jax.typing.DTypeLike, devices: int, version: str = jax.__version__) -> str | None:
+    """What keeps the kernel from sums of rows of so many features over the first `devices` of this process by JAX of
     this version; None: it runs.
     """
     if reason := dispatch.missing_for_mosaic_gpu(dtype):
         return reason
-    if tuple(int(part) for part in version.split(".")[:3]) < (0, 11, 2):
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < (0, 11, 2):
         return f"jax 0.11.2 or later (this is {version})"  # an earlier one has a barrier in front of each call
     if jax.process_count() > 1:
         return "one process for all GPUs of a run"
-    if not 0 < elements <= VALUES * MAX_PACKETS_OF_A_THREAD * THREADS * MAX_CTAS or elements % VALUES:
-        return f"up to {VALUES * MAX_PACKETS_OF_A_THREAD * THREADS * MAX_CTAS} values (these are {elements})"
+    if features % VALUES:
+        return f"a hidden size that {VALUES} divides (this is {features})"
     if dispatch.target() is None and jax.default_backend() == "gpu" and not _are_peers(devices):
         return "GPUs that reach each other's memory (NVLink, or P2P over PCIe)"
     return None
@@ -48,6 +51,11 @@ def shapes(elements: int, devices: int) -> tuple[tuple[int, ...], tuple[int, ...
     return (devices, 2, devices, packets, 4), (devices, min(math.ceil(packets / THREADS), MAX_CTAS))
 
 
+def room(packets: Packets) -> int:
+    """Values of the largest sum that they hold."""
+    return VALUES * packets.shape[3]
+
+
 def peer_sum(
     x: Float[Array, "*B N"], packets: Packets, calls: Calls, axis: str
 ) -> tuple[Float[Array, "*B N"], Packets, Calls]:
@@ -55,7 +63,7 @@ def peer_sum(
     two. Within `shard_map` over all devices of a mesh of one axis, and only there; each device makes the same calls.
 
     Args:
-      x: this device's part of the sum, bf16.
+      x: this device's part of the sum, bf16, at most `room(packets)` values.
       packets: what other devices write here, consumed: two sets of packets for each device that sends.
       calls: calls so far, once for each CTA, consumed.
       axis: name of the mesh's axis.
