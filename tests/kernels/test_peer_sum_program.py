@@ -7,6 +7,7 @@ import functools
 import itertools
 import time
 import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +26,21 @@ ROWS = 4  # of the mailbox
 FEATURES = 1028  # nine packets more than eight CTAs have threads
 
 
-class SlowReader(NumpyMachine):
-    """A device that reads long after the others have sent."""
+class Device(NumpyMachine):
+    """A CTA that counts a call once all of its threads have read the number of the last one."""
+
+    synchronized = late = False
+
+    def cta_sync(self):
+        super().cta_sync()
+        self.synchronized = True
+
+    def store_global(self, at, words, flag, byte=0):
+        assert self.synchronized
+        super().store_global(at, words, flag, byte)
 
     def receive_packet(self, *operands):
-        time.sleep(0.02)
+        time.sleep(0.02 * self.late)  # long after the others have sent
         return super().receive_packet(*operands)
 
 
@@ -42,24 +53,32 @@ def device_memory(x: np.ndarray, devices: int) -> tuple[Memory, list[kernel.Poin
     return memory, np.split(np.asarray(memory.begins), devices), calls[1]
 
 
+def together(functions: Sequence[Callable[[], None]]) -> None:
+    """Calls each in a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+        for each in [pool.submit(function) for function in functions]:
+            each.result()
+
+
 def summed(x: np.ndarray, sizes: list[int]) -> np.ndarray:
     """[call, device, value]: what each device makes of the first values of each call, the last device reading late."""
     number, devices, _ = x.shape
     memory, begins, ctas = device_memory(x, devices)
     room = api.shapes(ROWS * FEATURES, devices)[0][3]
 
-    def run(device: int) -> None:
-        ring = [begins[(device + i) % devices] for i in range(devices)]
-        for i, size in enumerate(sizes):
-            peers = [peer[number] for peer in ring[1:]]
-            own = kernel.Pointers(ring[0][i], ring[0][number], ring[0][number + 1], ring[0][number + 2 + i], peers)
-            for cta in range(ctas):
-                machine = (SlowReader if device == devices - 1 else NumpyMachine)(kernel.THREADS, memory=memory)
-                kernel.emit(machine, np.int64(cta), np.int64(device), own, size=size, room=room, ctas=ctas)
+    def run(device: int, i: int, cta: int) -> None:
+        own, *others = (begins[(device + step) % devices] for step in range(devices))
+        arrays = own[[i, number, number + 1, number + 2 + i]]
+        machine = Device(kernel.THREADS, memory=memory)
+        machine.late = device == devices - 1
+        pointers = kernel.Pointers(*arrays, [peer[number] for peer in others])
+        kernel.emit(machine, np.int64(cta), np.int64(device), pointers, size=sizes[i], room=room, ctas=ctas)
 
-    with concurrent.futures.ThreadPoolExecutor(devices) as pool:
-        for each in [pool.submit(run, device) for device in range(devices)]:
-            each.result()
+    def calls(device: int) -> None:
+        for i in range(number):
+            together([functools.partial(run, device, i, cta) for cta in range(ctas)])
+
+    together([functools.partial(calls, device) for device in range(devices)])
     each = 2 * number + 2
     return np.stack([
         [memory.array(device * each + number + 2 + i, x.dtype).reshape(-1) for device in range(devices)]
