@@ -9,6 +9,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,9 @@ FLOATS = ("bfloat16", "float16", "float32")  # what an unquantized weight may be
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 12
+_OF_A_MODEL = re.compile(
+    r".*\.(safetensors|jinja)|.*(config|\.index)\.json|(tokenizer|vocab|added_tokens|special_tokens_map)\.json"
+)
 
 
 class CheckpointError(ValueError):
@@ -181,11 +185,11 @@ def unread_weights(directory: Path) -> str:
 
 
 def model_fingerprint(directory: Path) -> str:
-    """Fingerprint of names, sizes and bytes of the JSON and safetensors files: 64 evenly spaced blocks of 4 KiB of
-    each, its header and its end among them. Any training changes them.
+    """Fingerprint of names, sizes and bytes of a model's or adapter's weights, configs, tokenizer and template: 64
+    evenly spaced blocks of 4 KiB of each, its header and its end among them. Any training changes them.
     """
     digest = hashlib.sha256()
-    for path in sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors", ".jinja")):
+    for path in sorted(path for path in directory.iterdir() if _OF_A_MODEL.fullmatch(path.name)):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

@@ -133,10 +133,14 @@ def test_results_of_other_problems_or_of_another_run_are_not_kept(state, tmp_pat
 
 
 def test_every_file_that_a_policy_is_made_of_counts(tmp_path):
-    """Weights, configs and the chat template, by name too; nothing else."""
+    """Weights, configs, tokenizer and chat template, by name too; nothing else, no result of an evaluation either."""
     model = tmp_path / "model"
     model.mkdir()
-    names = ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "README.md")
+    weights = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+    configs = ("config.json", "generation_config.json", "tokenizer_config.json", "hf_quant_config.json")
+    tokenizer = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+    others = {"README.md", "result.json", "tokenizer.json.bak"}
+    names = (*weights, *configs, *tokenizer, "adapter_config.json", *others)
     for name in names:
         (model / name).write_text("a")
     whole, changed = model_fingerprint(model), set()
@@ -144,7 +148,7 @@ def test_every_file_that_a_policy_is_made_of_counts(tmp_path):
         (model / name).write_text("b")
         changed |= {name} if model_fingerprint(model) != whole else set()
         (model / name).write_text("a")
-    assert changed == set(names) - {"README.md"} and model_fingerprint(model) == whole
+    assert changed == set(names) - others and model_fingerprint(model) == whole
     (model / "config.json").rename(model / "other.json")
     assert model_fingerprint(model) != whole
 
