@@ -7,9 +7,10 @@ their inputs. An adapter's factor at the divided side is divided with the weight
 column-parallel projections; the other factor is whole on each device, as are norms, embedding, head and all that
 surrounds the layers.
 
-Arrays lie on a mesh of T devices. Those of adapters are whole arrays to everything outside of the layers. A fused
-weight is the parts of the devices one behind the other (q₀ k₀ v₀ q₁ k₁ v₁), in the form that each device's kernels
-read, and the static fields of weights and adapters (`PackedNvfp4.shape`, `Lora.offset`) are those of one device's part.
+Arrays lie on a mesh of the process's first T devices. Those of adapters are whole arrays to everything outside of the
+layers. A fused weight is the parts of the devices one behind the other (q₀ k₀ v₀ q₁ k₁ v₁), in the form that each
+device's kernels read, and the static fields of weights and adapters (`PackedNvfp4.shape`, `Lora.offset`) are those of
+one device's part.
 
 Decode sums a few rows at a time, for which NCCL takes twice as long as a kernel of this project (`Mailbox`).
 
@@ -156,8 +157,9 @@ def on_devices(count: int, function: Callable[..., T], *arguments: Any, results:
 
 
 def _mesh(count: int) -> Mesh | AbstractMesh:
-    """That of `jax.set_mesh` within it. Else that of this process's first devices, of which `peers.peer_sum` needs the
-    numbers; without devices, which are those of the arguments, where it has fewer, or where others have some.
+    """That of `jax.set_mesh` within it. Else that of this process's first devices, whose numbers `peers.peer_sum`
+    needs; but one without devices, for those of the arguments, where other processes have some, or shapes alone are
+    traced for more devices than there are.
     """
     here = jax.sharding.get_abstract_mesh()
     if AXIS in here.axis_names:
@@ -208,7 +210,7 @@ class Mailbox:
         return jax.tree.map(lambda _: axis_spec(0), self)
 
     def leave(self, x: Float[Array, "*M N"]) -> tuple[Float[Array, "*M N"], Mailbox]:
-        """`partition.leave` without a gradient, and the mailbox for the next sum."""
+        """`partition.leave` without a gradient, and the mailbox for the next sum. One that was used is consumed."""
         if x.size > peers.room(self.packets):
             return leave(x), self
         x, packets, calls = peers.peer_sum(x, self.packets, self.calls, AXIS)
@@ -217,15 +219,17 @@ class Mailbox:
 
 def mailbox(rows: int, features: int, dtype: jax.typing.DTypeLike, count: int) -> Mailbox | None:
     """An empty one for sums of `rows` rows, or of as many as the kernel takes; inside jit. None where that does not
-    run, or a device is alone.
+    run (said once on a GPU), or a device is alone.
 
-    All devices have theirs before one sends to another, where any `leave` or `enter` stands between.
+    All devices must have theirs before one sends to another: sums by XLA, as those of a prefill, stand between.
     """
     if count == 1:
         return None
-    if dispatch.choose("peer_sum", None, peers.missing(features, dtype, count)) == "xla":
+    if missing := peers.missing(features, dtype, count):
+        if dispatch.is_for_gpu():
+            dispatch.say_once(f"decode sums over GPUs by NCCL: the kernel for it needs {missing}")
         return None
-    packets, calls = peers.shapes(min(rows, peers.LARGEST // features) * features, count)
+    packets, calls = peers.shapes(min(rows, peers.most_rows(features, count)) * features, count)
     return Mailbox(jnp.zeros(packets, jnp.uint32), jnp.zeros(calls, jnp.int32))
 
 

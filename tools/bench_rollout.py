@@ -28,6 +28,7 @@ from as_gpu import add_as_arch, assume
 from make_checkpoint import SIZES
 from qerl_kernels.decode_prologue.api import max_tokens
 from qerl_kernels.kernel_times import profiled
+from qerl_kernels.peer_sum import api as peers
 from random_policy import random_policy
 from record import add_commit, write_rows
 from timing import peak_bytes, timed_warm
@@ -80,8 +81,8 @@ class Case:
 
 
 def expected_kernels(matmul_kernel: str, batch: int, batch_invariant: bool, sums: bool) -> set[str]:
-    """Those of `OURS` that a rollout of bf16 activations on a Hopper GPU runs, and no others; `sums`: on several such
-    GPUs that reach each other's memory.
+    """Those of `OURS` that a rollout of bf16 activations on a Hopper GPU runs, and no others; `sums`: over several GPUs
+    by a kernel.
     """
     expected = {"decode_attention", "rope_cache"}
     if matmul_kernel == "mosaic_gpu":
@@ -187,7 +188,13 @@ def measure(args: argparse.Namespace, case: Case) -> tuple[dict, str]:
         short = case.seconds(args.repeats, SHORT)
         row["decode_ms_per_step"] = 1e3 * (seconds - short) / (new_tokens - SHORT)
         line += f", decode {row['decode_ms_per_step']:.3f} ms a step, {SHORT} tokens {short:.3f} s"
-    expected = expected_kernels(args.matmul_kernel, batch, args.batch_invariant, args.tensor_parallel_size > 1)
+    count, features = args.tensor_parallel_size, case.policy.config.hidden_size
+    sums = (
+        count > 1
+        and not peers.missing(features, case.policy.dtype, count)
+        and batch <= peers.most_rows(features, count)
+    )
+    expected = expected_kernels(args.matmul_kernel, batch, args.batch_invariant, sums)
     row["kernels"] = refuse_other_kernels(by_name(case, min(2, new_tokens)), expected)
     if args.profile:
         row["kernel_ms_per_step"] = time_by_kind(case)

@@ -60,7 +60,8 @@ class FusedDecodeExecutor(PlainExecutor):
     """Runs one token a sequence; x is [B, features]. No gradients, not batch-invariant.
 
     Attributes:
-      mailbox: for the first sum over devices; None: projections sum by themselves.
+      mailbox: for the first sum over devices, from `start` on in the residual stream; None: projections sum by
+        themselves.
     """
 
     mailbox: Mailbox | None = None

@@ -68,7 +68,7 @@ class Projection(nnx.Module):
         summed: bool = True,
     ) -> Float[Array, "*B N"]:
         """`linear` with this projection's weight, bias and adapters. Where input features are divided, the devices'
-        results, in x's dtype, are summed in fp32 and rounded once more, unless `summed` leaves that to the caller.
+        results, in x's dtype, are summed in fp32 and rounded once more; not `summed`: that is left to the caller.
         """
         bias = None if self.bias is None else self.bias.get_value()
         weight, adapters = self.weight.get_value(), self.adapters()

@@ -108,8 +108,8 @@ def peak_bytes(layers: Sequence[Keeps], need: LayerBytes) -> int:
     backward pass runs.
 
     In a layer's forward pass, inputs and results of the layers so far are there. In a layer's backward pass those
-    behind it are freed: inputs and results of the layers up to it are there. The input of the next micro-batch may be
-    there as soon as the forward pass has ended: the host may be that far ahead of the device.
+    behind it are freed: inputs and results of the layers up to it are there. One more input is counted, for the next
+    micro-batch where a device frees memory later than the host drops it.
     """
     most, kept = 0, 0
     for i, keeps in enumerate(layers):

@@ -90,7 +90,9 @@ class Completions:
 
 @program(static_argnames=("config", "dtype", "shapes"))
 def allocate(key: Array, config: ModelConfig, dtype: jnp.dtype, shapes: RolloutShapes) -> tuple[PromptCache, Slots]:
-    """Empty device state: all the memory a rollout holds. Only the kind of `key` matters: the slots' keys have it."""
+    """Empty device state: all the memory a rollout holds. Only the kind of `key` matters: the slots' keys have it. A
+    prefill comes before the first chunk (`partition.mailbox`).
+    """
     layers = (config.num_layers, config.num_kv_heads, config.head_dim, dtype)
     prompts, slots = shapes.prompt_slots, shapes.slots
     prompt_cache = PromptCache(

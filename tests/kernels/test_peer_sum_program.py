@@ -17,7 +17,7 @@ import numpy_machine
 import pytest
 from numpy_machine import Memory, NumpyMachine
 from qerl_kernels import dispatch
-from qerl_kernels.gpu import H200
+from qerl_kernels.gpu import H200, gpu_of
 from qerl_kernels.peer_sum import api, kernel
 
 from qerl_jax import partition
@@ -108,7 +108,7 @@ def test_bits(devices, monkeypatch):
 
 def test_a_mailbox_has_room_for_all_rows_and_a_thread_for_each_packet():
     assert api.shapes(8 * 5120, 2) == ((2, 2, 2, 10240, 4), (2, 80))
-    assert api.shapes(128 * 8192, 4) == ((4, 2, 4, 262144, 4), (4, 264))
+    assert api.shapes(128 * 8192, 4) == ((4, 2, 4, 262144, 4), (4, 228))
 
 
 def test_where_sums_are_left_to_xla(monkeypatch):
@@ -126,7 +126,14 @@ def test_where_sums_are_left_to_xla(monkeypatch):
     assert found(devices=1) is None
     assert found(dtype=jnp.float32) is None
     assert found(features=897) is None
-    assert api.room(found(rows=1000, features=8192).packets) == 132 * 8192  # as many as the kernel takes
+    most = [api.room(found(rows=1000, features=8192, devices=devices).packets) // 8192 for devices in (2, 4)]
+    assert most == [128, 42]  # as many as the kernel takes
+    with dispatch.lowering_for(gpu_of("GPU A", 80, 108)):
+        assert api.missing(64, jnp.bfloat16, 2) == "a Hopper GPU, as it ran on no other (this is GPU A)"
+    for name, value in (("NCCL_P2P_DISABLE", "1"), ("XLA_FLAGS", "--xla_gpu_experimental_enable_nvshmem")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert found() is None
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert found() is None
     with dispatch.lowering_for(H200):

@@ -110,14 +110,15 @@ def test_a_run_trains_resumes_and_is_read_by_one_device(find):
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-@pytest.mark.parametrize("sums", ["peer_sum", "psum"])
+@pytest.mark.parametrize("sums", ["peer_sum", "no room", "psum"])
 def test_a_decode_step_on_two_gpus_sums_twice_a_layer(sums):
-    """Within the loop, by a kernel whose mailbox is not copied, or by XLA in fp32; no weight or cache is gathered, and
-    all kernels of one GPU's layers run.
+    """Within the loop, by a kernel or by XLA in fp32; a mailbox is never copied, since packets could come before that;
+    no weight or cache is gathered, and all kernels of one GPU's layers run.
     """
     ran = h200.run(HERE.with_name("rollout") / "divided_for_h200.py", sums)
     case = json.loads(ran.stdout.splitlines()[-1])
     assert case["outside"] == {} and case["copies"] == []
+    assert case["separate"] == 11 + (sums == "peer_sum")  # compiled by themselves
     if sums == "peer_sum":
         assert case["inside"] == {} and case["kernels"] == 2 * (10 + 2)
         return

@@ -311,9 +311,10 @@ def test_the_optimizers_programs_are_kept_as_lowered(micro, tmp_path):
 
 
 def test_the_next_state_is_made_once_all_layers_are_checked(micro, batch, monkeypatch):
-    """The host waits for none of them."""
+    """The host waits for none of them: it waits once, for the whole step."""
     monkeypatch.setattr(rl_state, "_TOGETHER", 1)
-    calls = []
+    calls, waits, wait = [], [], jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: waits.append(len(calls)) or wait(tree))
 
     def call(program, arguments, more):
         result = program(*arguments, **more)
@@ -325,6 +326,7 @@ def test_the_next_state_is_made_once_all_layers_are_checked(micro, batch, monkey
         grpo_step(init_state(micro, make_config()), micro.frozen, batch)
     assert [name for name, *_ in calls] == [*["add_squares"] * 2, *["stays_finite"] * 2, *["apply"] * 2]
     assert calls[1][1][-1] is calls[0][2]  # the sum over all layers
+    assert waits == [6]
     checked = calls[3][2]  # the last layer's, which takes the result of the one before
     assert calls[3][1][-1] is calls[2][2] and all(arguments[-1] is checked for _, arguments, _ in calls[4:])
 

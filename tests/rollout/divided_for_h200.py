@@ -1,7 +1,7 @@
 """Compiles a decode chunk whose layers are divided over two H200s on a machine without one.
 `test_tensor_parallel.py` runs it.
 
-    python divided_for_h200.py peer_sum|psum
+    python divided_for_h200.py peer_sum|no room|psum
 
 Prints, as JSON, the collectives of the loop body and of the rest of the program, with the shapes of their results, the
 number of our kernels in the loop body, what copies an array of words, and how many kernels were compiled by themselves.
@@ -30,6 +30,8 @@ COLLECTIVE = re.compile(
 def main() -> None:
     if sys.argv[1] == "psum":
         peers.missing = lambda *sums: "nothing"
+    elif sys.argv[1] == "no room":  # for all rows of the chunk
+        peers.most_rows = lambda *sums: decode_for_h200.ROWS // 2
     model = dataclasses.replace(decode_for_h200.MODEL, num_kv_heads=DEVICES, tensor_parallel=DEVICES)
     states = decode_for_h200.abstract_chunk(model=model)
     lowered = h200.lower(decode.decode_chunk, states, Sampling(256).distribution, 16, False, count=DEVICES)

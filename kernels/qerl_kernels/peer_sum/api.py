@@ -9,6 +9,7 @@ import ctypes
 import functools
 import itertools
 import math
+import os
 import re
 
 import jax
@@ -18,10 +19,9 @@ from qerl_kernels import dispatch
 
 VALUES = 4  # bf16 values of a packet
 THREADS = 128  # of a CTA
-MAX_CTAS = 264
-_PACKETS_OF_A_THREAD = 8
-LARGEST = VALUES * _PACKETS_OF_A_THREAD * THREADS * MAX_CTAS
-"""Values of a sum, at most."""
+MAX_CTAS = 228  # two for each SM of the smallest Hopper GPU
+_PACKETS_OF_A_THREAD = 9
+_NVSHMEM = "xla_gpu_experimental_enable_nvshmem"  # with it JAX gives kernels other addresses of peers
 Packets = UInt32[Array, "1 2 D C 4"]
 Calls = Int32[Array, "1 G"]
 
@@ -32,6 +32,10 @@ def missing(features: int, dtype: jax.typing.DTypeLike, devices: int, version: s
     """
     if reason := dispatch.missing_for_mosaic_gpu(dtype):
         return reason
+    if dispatch.this_gpu().arch != 90:
+        return f"a Hopper GPU, as it ran on no other (this is {dispatch.this_gpu().name})"
+    if os.environ.get("NCCL_P2P_DISABLE") == "1" or _NVSHMEM in os.environ.get("XLA_FLAGS", ""):
+        return f"an environment without NCCL_P2P_DISABLE=1, and XLA_FLAGS without {_NVSHMEM}"
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < (0, 11, 2):
         return f"jax 0.11.2 or later (this is {version})"  # an earlier one has a barrier in front of each call
     if jax.process_count() > 1:
@@ -39,8 +43,13 @@ def missing(features: int, dtype: jax.typing.DTypeLike, devices: int, version: s
     if features % VALUES:
         return f"a hidden size that {VALUES} divides (this is {features})"
     if dispatch.target() is None and jax.default_backend() == "gpu" and not _are_peers(devices):
-        return "GPUs that reach each other's memory (NVLink, or P2P over PCIe)"
+        return "GPUs that reach each other's memory"
     return None
+
+
+def most_rows(features: int, devices: int) -> int:
+    """Rows of a sum, at most: what a device sends grows with the number of the others."""
+    return VALUES * _PACKETS_OF_A_THREAD * THREADS * MAX_CTAS // (devices - 1) // features
 
 
 def shapes(elements: int, devices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The sum of `api.peer_sum` in one launch, on any GPUs from sm_80 on that reach each other's memory.
+"""The sum of `api.peer_sum` in one launch, on GPUs that reach each other's memory.
 
 A device writes its values into the memory of each other one, and reads what has come into its own. They travel as
 packets of 16 bytes: two words of values, each with the number of the call behind it. Whoever reads a packet until both
@@ -11,7 +11,7 @@ read the same set. Why none is taken for another: a place holds packets of one s
 memory begins with zeros, while the first call is number 1.
 
 Why nothing hangs: each CTA first sends all its packets, then waits for those of the CTA of its index on each other
-device, which does the same. CTAs start in the order of their indices, and one that waits needs no later one.
+device, which does the same; a GPU holds all of them at a time.
 """
 
 from __future__ import annotations
