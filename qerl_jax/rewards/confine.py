@@ -23,14 +23,15 @@ def confine(user: int | None, limits: dict[str, int]) -> None:
 
 
 def run_program(text: str, call: dict[str, Any] | None) -> None:
-    """Run the text as a program. With `call`, call the named function (of the module, or a method of `Solution`) and
-    write its result as JSON to standard output; the program's own output is then discarded.
+    """Run the text as a program, without the `__future__` of this file. With `call`, call the named function (of the
+    module, or a method of `Solution`) and write its result as JSON to standard output; the program's own output is then
+    discarded.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     answers = sys.stdout
     if call is not None:
         sys.stdout = io.StringIO()
-    exec(compile(text, "program.py", "exec"), namespace)
+    exec(compile(text, "program.py", "exec", dont_inherit=True), namespace)
     if call is not None:
         name = call["name"]
         function = namespace[name] if name in namespace else getattr(namespace["Solution"](), name)

@@ -60,6 +60,15 @@ def test_code_is_the_share_of_tests_passed():
 
 
 @confined
+def test_annotations_are_evaluated_as_python_does():
+    """A program that names a type without importing it fails; of a dataclass, `ClassVar` is no field."""
+    unknown = "def f(x: List[int]): return x\nprint(1)"
+    fields = "from dataclasses import *\nfrom typing import *\n@dataclass\nclass A:\n n: ClassVar[int] = 0\n x: int = 1"
+    assert graded(unknown, [stdio("", "1")]) == [0.0]
+    assert graded(f"{fields}\nprint(A(5).x)", [stdio("", "5")]) == [1.0]
+
+
+@confined
 def test_code_calls_functions():
     tests = [function("add", [1, 2], 3), function("add", "1\n2", "3"), function("add", [[1], [2]], [[1, 2]])]
     assert graded("def add(a, b):\n    print('noise')\n    return a + b", tests) == [1.0]
