@@ -248,6 +248,14 @@ def test_a_file_that_cannot_be_loaded_is_an_error_before_the_first_step(tmp_path
         load_rewards((f"{path}:f",), 2, 30.0)
 
 
+def test_a_worker_has_the_public_names(tmp_path):
+    """Though it begins with a bare package, whose submodules alone it imports."""
+    path = tmp_path / "named.py"
+    path.write_text("from qerl_jax import *\ndef f(**_): return [Config.num_generations]")
+    with load_rewards((f"{path}:f",), 1, 30.0) as rewards:
+        assert rewards[f"{path}:f"](**rows(["x"])) == [8.0]
+
+
 def test_workers_import_no_jax_and_hear_no_stop_signal(mine, monkeypatch):
     """SIGTERM and the like, as a batch system sends them to every process. JAX in a reward takes the CPU."""
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
