@@ -199,8 +199,8 @@ def as_rows(
 
 
 def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> list[float | None]:
-    """Call a reward on rows and check its values. Raises RewardError as `score` does; MemoryError passes through and
-    ends a worker.
+    """Call a reward on rows and check its values. Raises RewardError as `score` does, also for exceptions that are none
+    of `Exception`, as those of func_timeout and a cancelled coroutine; MemoryError passes through and ends a worker.
     """
     try:
         given = reward(**rows)
@@ -208,9 +208,9 @@ def call(name: str, reward: Reward, rows: Mapping[str, Sequence[object]]) -> lis
             with ThreadPoolExecutor(1) as pool:
                 given = pool.submit(asyncio.run, given).result()
         values = given if isinstance(given, Mapping | Set | str | bytes) else list(given)
-    except (RewardError, MemoryError):
+    except (RewardError, MemoryError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise RewardError(f"reward {name!r} raised {error!r}{_place(error, reward, rows)}") from error
     if not isinstance(values, list):
         raise RewardError(

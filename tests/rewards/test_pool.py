@@ -21,6 +21,9 @@ from qerl_jax.rewards.pool import WorkerPool
 MINE = """
 import ctypes, os, re, signal, sys, time
 
+class Foreign(BaseException):
+    pass
+
 def act(prompts, completions, answer, **columns):
     values = []
     for text in completions:
@@ -36,6 +39,8 @@ def act(prompts, completions, answer, **columns):
             sys.exit("bye")
         if text == "interrupt":
             raise KeyboardInterrupt
+        if text == "foreign":
+            raise Foreign("late")
         if text == "segfault":
             ctypes.string_at(0)
         if text == "memory":
@@ -131,6 +136,7 @@ def test_a_reward_that_raises_ends_the_run_with_its_words(mine):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_reward_that_exits_or_returns_no_list_is_an_error_at_once(mine, workers):
     cases = [("act", "quit", r"act' raised SystemExit\('bye'\)"), ("by_name", "", "a dict"), ("in_one", "", "a str")]
+    cases.append(("act", "foreign", r"act' raised Foreign\('late'\)"))
     if workers:  # an interrupt of the reward's own, and not pytest's
         cases.append(("act", "interrupt", r"act' raised KeyboardInterrupt\(\)"))
     for function, text, words in cases:
