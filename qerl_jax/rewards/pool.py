@@ -116,12 +116,12 @@ def _grade(name: str | None, rows: Rows) -> list[float | None]:
     if name is None:
         return []
     try:
-        values = functions.call(name, _Loaded.rewards[name], rows)
+        return functions.call(name, _Loaded.rewards[name], rows)
     except KeyboardInterrupt as error:  # the reward's own: SIGINT is ignored here
         raise RewardError(f"reward {name!r} raised {error!r}") from error
-    if os.getpid() != _Loaded.pid:  # a process that the reward forked and that came back
-        os._exit(0)
-    return values
+    finally:
+        if os.getpid() != _Loaded.pid:  # a process that the reward forked and that came back, or raised
+            os._exit(0)
 
 
 class WorkerPool:

@@ -49,6 +49,8 @@ def act(prompts, completions, answer, **columns):
             raise KeyError("broken")
         if text == "fork" and os.fork() == 0:
             return [-1.0] * len(completions)  # the child comes back with values of its own
+        if text == "leave" and os.fork() == 0:
+            sys.exit()
         if text == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.05 * (text == "slow"))
@@ -147,8 +149,8 @@ def test_a_reward_that_exits_or_returns_no_list_is_an_error_at_once(mine, worker
 
 
 def test_a_reward_that_forks_shifts_no_score(mine):
-    """The child of a fork would reply, too, and every later score would be that of the task before."""
-    texts = ["a", "fork", "bb", "fork", "ccc", "dddd"] * 3
+    """The child of a fork would reply, too, and every later score would be that of the task before; or end the run."""
+    texts = ["a", "fork", "bb", "fork", "ccc", "leave", "dddd"] * 3
     with load_rewards((f"{mine}:act",), 1, 30.0) as rewards:
         assert rewards[f"{mine}:act"](**rows(texts)) == [float(len(text)) for text in texts]
 
