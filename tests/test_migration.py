@@ -148,6 +148,7 @@ def test_readmes_list_of_what_is_not_supported():
     ("keys", "is_trls"),
     [
         ("model_name_or_path lora-r dataloader_num_workers", True),
+        ("lora_r dataloader_num_workers", True),
         ("lora_r", False),
         ("lora_r bias random_state r", False),
     ],

@@ -237,11 +237,13 @@ def test_a_curriculum_by_a_column(tmp_path):
     for values, words in (
         ((True, 2), "bool and number"),
         ((math.nan, 2), "NaN and number"),
-        ((10**19, 2), "int of more than 64 bits and number"),
+        ((2**63, 2), "int of more than 64 bits and number"),
+        ((-(2**63) - 1, 2), "int of more than 64 bits and number"),
     ):
         with pytest.raises(DataError, match=f"the column holds {words}, which cannot be sorted"):
             prepare.check_sortable("level", values)
     prepare.check_sortable("level", [True, False])
+    prepare.check_sortable("level", [-(2**63), 2**63 - 1])
     files[0].write_text("\n".join(json.dumps({"question": "q", "answer": "1", "level": x}) for x in ("medium", "easy")))
     prepare.load_problems(config, tokenizer, console)
     order = "data_order level: its values are texts, in the order 'easy', 'hard', 'medium'; numbers (1, 2) go by size"

@@ -271,6 +271,7 @@ def test_conversations_that_cannot_be_gone_on_with(tmp_path, messages):
         ("arithmetics", "did you mean 'arithmetic'"),
         ("bigmth:/some/where", "'bigmth:/some/where' is neither one of .*; did you mean 'bigmath:/some/where'"),
         ("openai/gsm8k", r"does not exist in \S+; did you mean 'gsm8k'"),
+        ("open-r1/Big-Math-RL-Verified-Processed", r"; did you mean 'bigmath'\?"),
         ("nothing", r"'nothing' is neither one of \['aime24', 'aime25', 'amc23', 'arithmetic', .* '.parquet'\]$"),
         ("none.jsonl", rf"'none\.jsonl' does not exist in {os.path.realpath('.')}$"),
         (
