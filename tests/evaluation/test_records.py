@@ -157,7 +157,10 @@ def test_lines_that_are_no_items_are_named(tmp_path):
         ("[1]", "line 4 is no item of an evaluation"),
         ("[", "line 4 is no item of an evaluation"),
         (json.dumps(sound), "problem 3 where"),
-        (json.dumps(sound | {"verdicts": ["correct"]}), "line 4 is no item of 2 completions"),
+        *(
+            (json.dumps(sound | {name: sound[name][:1]}), "line 4 is no item of 2 completions")
+            for name in ("completions", "answers", "verdicts", "lengths", "finish")
+        ),
     ):
         path.write_text(good + line + "\n")
         with pytest.raises(RecordsError, match=words):
