@@ -62,6 +62,17 @@ def test_what_the_first_never_promises_is_not_waited_for():
     assert 0.2 < time.monotonic() - began < 120
 
 
+def test_what_the_first_has_promised_is_waited_for_longer():
+    def action(replicas):
+        if replicas.is_first:
+            replicas.promise("slow")
+            time.sleep(0.3)
+        return replicas.after_first("slow", time.monotonic, (0.1, 60.0))
+
+    first, second = on_replicas(2, action)
+    assert first < second
+
+
 def test_one_process_alone_keeps_its_values():
     alone, value = Replicas(), object()
     assert alone.gather(value) == [value] and alone.broadcast(value) is value
