@@ -48,6 +48,7 @@ NORM = {"eps": EPS, "residual": True}
         ),
         (Spec("norm", 9, FEATURES, (8,), **NORM), [Config(4, 4, 1, 2), Config(4, 4, 2, 1)]),
         (Spec("norm", 9, FEATURES, **NORM), [Config(4, 4, 1, 1), Config(4, 4, 2, 1), Config(4, 8, 1, 1)]),
+        (Spec("norm", 27, FEATURES, **NORM), [Config(16, 4, 4, 1)]),  # of more CTAs than warps each gets 2 KiB
         (Spec("silu", 11, FEATURES, (16, 16), eps=EPS), [Config(4, 4, 1, 2), Config(4, 4, 2, 1, column_splits=2)]),
         (Spec("silu", 3, FEATURES), [Config(4, 4, 1, 1)]),
         (Spec("plain", 17, FEATURES, (40,)), [Config(4, 4, 3, 2)]),

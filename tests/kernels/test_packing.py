@@ -128,7 +128,7 @@ def test_mxfp4_round_trips_and_is_worth_the_same(span):
 def test_mxfp4_blocks_of_zeros_do_not_count():
     weight = mxfp4(30)
     codes, exponents = np.array(weight.codes), np.array(weight.exponents)
-    codes[5, 16:32], exponents[5, 1] = 0x80, 3
+    codes[5, 16:32], exponents[5, 1] = 0x88, 3  # -0 in both nibbles
     weight = Mxfp4(jnp.asarray(codes), jnp.asarray(exponents))
     back = packing.unpack(packing.pack(weight))
     np.testing.assert_array_equal(back.codes, codes)

@@ -512,6 +512,7 @@ def test_a_route_is_that_of_its_gemm(calls):
     chosen = route(8, weight, loras)
     nvfp4_matmul(x, weight, None, loras, route=chosen)
     assert calls == [("few", 8, "a")]
+    assert route(64, weight, loras).for_rows(8) == chosen != route(64, weight, loras)
     for other in (route(7, weight, loras), route(8, weight, []), route(8, weight, loras, True)):
         with pytest.raises(ValueError, match="the route is that of"):
             nvfp4_matmul(x, weight, None, loras, route=other)
