@@ -57,6 +57,13 @@ def test_filters_equal_the_slow_ones_and_transformers(logits, sampling):
     np.testing.assert_allclose(ours, scores.softmax(-1).numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("top_k", range(1, 8))
+def test_logits_that_differ_in_the_last_bit_are_no_ties(top_k):
+    logits = jnp.arange(1.0, 1 + 8 * 2**-23, 2**-23)  # the eight floats from 1 on
+    kept = jnp.isfinite(sampled_logits(logits, Sampling(1, top_k=top_k).distribution))
+    assert kept.tolist() == [False] * (8 - top_k) + [True] * top_k
+
+
 def test_tokens_tied_with_the_last_kept_one_stay():
     logits = jnp.asarray([[2.0, 1.0, 1.0, 0.0]])
     assert np.isfinite(sampled_logits(logits, Sampling(1, top_k=2).distribution))[0].tolist() == [
