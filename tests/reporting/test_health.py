@@ -102,6 +102,7 @@ def test_equal_rewards_of_a_trial_are_said_and_several_reasons_counted():
 def test_skipped_steps_in_a_row_are_an_error_at_the_limit():
     last = rows(MAX_SKIPPED_STEPS, **SKIPPED)
     refuse_skipped(rows(1) + last[1:], CONFIG)
+    refuse_skipped(rows(1, **EQUAL) + last[1:], CONFIG)
     refuse_skipped(last + rows(1), CONFIG)
     with pytest.raises(ValueError, match=f"steps 3 to {MAX_SKIPPED_STEPS + 2} changed nothing") as trained:
         refuse_skipped(rows(2) + last, CONFIG)
