@@ -256,6 +256,13 @@ def test_what_to_name_in_the_place_of_no_adapter_and_no_model(tmp_path, exported
             model_config(named)
 
 
+def test_an_adapter_in_float64_is_read(exported, micro_dir):
+    before, tensors = load_policy(micro_dir, adapter=exported), st.open_files([exported / FILE])
+    st.save(exported / FILE, {name: np.float64(tensors[name]) for name in tensors})
+    after = load_policy(micro_dir, adapter=exported)
+    assert_trees_equal((after.lora, after.norms), (before.lora, before.norms))
+
+
 def test_no_leaf_of_an_import_shares_its_memory_with_the_file(exported, micro_dir):
     """The file may be replaced while the policy lives."""
     policy = load_policy(micro_dir, dtype=jnp.float32, adapter=exported)
