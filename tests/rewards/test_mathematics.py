@@ -28,6 +28,7 @@ DAPO = [
     ("Answer: 1234", "1,234", 1), ("**Answer:** 5", "5", 1), ("Answer: 0.5", "1/2", 1), ("Answer:5.", "5", 1),
     ("Answer: 6", "5", 0), ("Answer: x", "\\frac{1}{2}", 0),
     ("Answer: x^2", "y = x^2", 1), ("Answer: y = x^2", "x^2", 1), ("Answer: x^2", "x^2 = y", 0),
+    ("Answer: x^2", "y = " + 300 * "1 + " + "x^2 = x^2", 1),
 ]  # fmt: skip
 
 _COLUMN = "\\begin{pmatrix} -1/3 \\\\ 2 \\end{pmatrix}"
@@ -71,6 +72,8 @@ def test_dapo(completion, gold, value):
         ("<answer>0.333333</answer>", "\\frac{1}{3}", 1),
         ("<answer>0.22</answer>", "0,22", 1),
         ("<answer>0.333</answer>", "\\frac{1}{3}", 0),
+        ("<answer>12.0000001</answer>", "12", 1),
+        ("<answer>12.00001</answer>", "12", 0),
         ("<answer>1.414214</answer>", "\\sqrt{2}", 1),
         *((f"<answer>{stated}</answer>", "0.5", 1) for stated in ("50\\%", "50.0 %", "0.5\\%")),
         *((f"<answer>{stated}</answer>", "12.5\\%", 1) for stated in ("12.5", "\\frac{1}{8}", "12.50\\%")),

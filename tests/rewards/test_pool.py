@@ -124,6 +124,13 @@ def test_each_failure_is_one_items(mine):
     assert len(told) == 1 and "3 of 11 completions met the time limit" in told[0]
 
 
+def test_a_failure_is_that_of_each_completion_of_its_prompt(mine):
+    texts, prompts = ["a", "exit", "bb", "dddd"], ["p", "p", "q", "r"]
+    with load_rewards((f"{mine}:act",), 1, 30.0) as rewards:
+        values = rewards[f"{mine}:act"](**rows(texts, prompts))
+    assert values == pytest.approx([math.nan, math.nan, 2, 4], nan_ok=True)
+
+
 def test_a_reward_that_raises_ends_the_run_with_its_words(mine):
     """And the last line of the reward's own file, also where a library of Python's raised it."""
     (line,) = [n for n, text in enumerate(MINE.splitlines(), 1) if "KeyError" in text]
