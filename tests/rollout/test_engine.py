@@ -3,6 +3,7 @@ of slots, chunks, order and neighbours that must not change the samples.
 """
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +241,15 @@ def test_survivors_move_into_fewer_slots(policy, free):
     longest = np.sort(np.asarray(fast.lengths - fast.prompt_lengths))
     assert longest[-9] < longest[-1] - 4, "the longest outlives the rest by chunks"
     assert_same_rows(slow, range(32), fast, range(32))
+
+
+@pytest.mark.parametrize(("live", "moves"), [(9, []), (8, [8]), (3, [8])])
+def test_survivors_move_once_they_fit_fewer_slots(live, moves):
+    made = []
+    schedule = types.SimpleNamespace(live=list(range(live)), sequences=[None] * 32)
+    shapes = types.SimpleNamespace(slot_counts=lambda: [64, 32, 8])
+    _Decoder._compact(types.SimpleNamespace(schedule=schedule, shapes=shapes, _move=made.append))
+    assert made == moves
 
 
 def test_an_eighth_of_the_cache_moves_at_a_time(policy):
