@@ -82,6 +82,15 @@ def after(state: TrainState, step: int) -> TrainState:
     return state.replace(step=jnp.int32(step), lora=jax.tree.map(lambda leaf: leaf + step, state.lora))
 
 
+def test_curves_go_on_behind_the_checkpoint(running):
+    """Those of a killed run are purged from there on."""
+    run, recorder, _ = running
+    own = dataclasses.replace(run, config=dataclasses.replace(run.config, report_to=("tensorboard",)))
+    recorder_of(own, recorder.checkpoints).curves.close()
+    (file,) = (run.directory / "tensorboard").iterdir()
+    assert file.name.endswith(".from2")
+
+
 def test_a_run_goes_on_or_begins_anew(running, capsys):
     """From its checkpoint, with the tokens that it had seen, to another end; or, with `overwrite`, without anything of
     the run that was there.
