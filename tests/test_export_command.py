@@ -246,6 +246,8 @@ def test_overwrite_replaces_exports_and_nothing_else(tmp_path, capsys):
         assert main([str(run), str(out), "--as", kind, "--overwrite"]) == 0
     served = tmp_path / "served"
     assert main([str(run), str(served), "--as", "vllm"]) == 0
+    beside = shutil.copytree(served, tmp_path / "beside")
+    (beside / "thesis").write_text("x")
     (served / "adapter" / "mine").mkdir()
     (out / "notes").mkdir()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -255,6 +257,7 @@ def test_overwrite_replaces_exports_and_nothing_else(tmp_path, capsys):
         (papers, "is no model directory"),
         (out, "also holds the directory 'notes'"),
         (served, "adapter also holds the directory 'mine'"),
+        (beside, "beside is no model directory"),
     ):
         assert main([str(run), str(dst), "--overwrite"]) == 2
         assert said in " ".join(capsys.readouterr().err.split())
