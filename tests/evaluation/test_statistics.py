@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from qerl_jax.evaluation.statistics import estimates, ks, pass_at_k, sampling_error, wilson
+from qerl_jax.evaluation.statistics import _AT_ONCE, _weights, estimates, ks, pass_at_k, sampling_error, wilson
 
 
 def test_shares_of_problems_have_wilsons_interval():
@@ -88,6 +88,12 @@ def test_bootstrap_of_three_problems_is_the_exact_distribution():
     assert estimates({"a": [0.0, 0.0, 0.5]})["a"] == (pytest.approx(1 / 6), 0.0, 0.5)
     estimate = estimates({"a": [0.0, 0.0, 0.0, 0.5]})["a"]  # ½ with 1/256: below it
     assert estimate == (0.125, 0.0, 0.375)
+
+
+def test_bootstrap_draws_as_many_resamples_as_asked_for():
+    count = _AT_ONCE // 3  # three at a time
+    sizes = [(len(some), set(some.sum(axis=1).tolist())) for some in _weights(count, 4)]
+    assert sizes == [(3, {count}), (1, {count})]
 
 
 def test_bootstrap_repeats_and_does_not_depend_on_the_other_estimates():
