@@ -55,6 +55,7 @@ def test_code_is_the_share_of_tests_passed():
     assert graded("print(sum(map(int, input().split())))", tests) == [pytest.approx(2 / 3)]
     assert graded("print(5)\nraise SystemExit(1)", tests[:1]) == [0.0]  # right output, wrong exit code
     assert graded("print(1)", [stdio("", "1\n2")]) == [0.0]  # the release compares the first line only
+    assert graded("print(1)\nprint(2)", [stdio("", "1")]) == [0.0]  # nor more lines than are expected
     assert graded("print(' 1 ')\nprint(2)\nprint()", [stdio("", "1\n2")]) == [1.0]
     assert graded("this is no Python", tests) == [0.0]
 

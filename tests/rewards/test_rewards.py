@@ -196,6 +196,7 @@ def test_answer_and_dapo_say_where_there_is_nothing_to_read():
         (lambda **_: [np.ones(2), 1.0], "for completion 0; expected a finite number"),
         (lambda **_: [10**400, 1.0], "for completion 0; expected a finite number"),
         (lambda **_: [1.0, Unparsed(math.nan)], "nan for completion 1"),
+        (lambda **_: [1.0, Unparsed(math.inf)], "inf for completion 1"),
         (lambda **_: [1.0, 3e38], r"of completion 1, \(3e\+38,\), add up to 3e\+38"),
         (lambda **_: [-3e38, 1.0], r"of completion 0, .*, add up to -3e\+38"),
     ],
