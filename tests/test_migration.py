@@ -254,6 +254,12 @@ def test_a_file_of_trl_as_a_config(tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize(("beta", "is_told"), [(0, False), (0.0, False), ("0.0", False), (0.04, True)])
+def test_a_penalty_of_zero_has_no_estimator_to_speak_of(beta, is_told):
+    _, left_out = from_trl.translate({"beta": beta})
+    assert any(line.startswith("use_bias_correction_kl") for line in left_out) == is_told
+
+
 @pytest.mark.parametrize(
     ("text", "fields", "told"),
     [
