@@ -189,6 +189,13 @@ def test_the_record(step):
     ended = np.asarray(rollout.lengths - rollout.prompt_lengths)[np.asarray(rollout.finish) != LENGTH]  # or failed
     assert metrics["completions/mean_terminated_length"] == pytest.approx(ended.mean())
     assert metrics["completions/failed"] == 1
+    tokens = np.asarray(rollout.lengths - rollout.prompt_lengths)
+    cut = np.where(np.isin(tokens, (tokens.min(), tokens.max())), LENGTH, EOS).astype(np.int8)
+    rest = step_metrics(
+        dataclasses.replace(experience, rollout=rollout.replace(finish=jnp.asarray(cut))), update, 3, timing, "spy"
+    )
+    extremes = [rest[f"completions/{which}_terminated_length"] for which in ("min", "max")]
+    assert extremes == [tokens[cut == EOS].min(), tokens[cut == EOS].max()]
     no_verdict = experience.reward_parts | {"spy": np.full(6, np.nan, np.float32)}
     no_verdict["spy/timeout"] = np.float32([1, 0, 0, 1, 0, 0])
     no_verdict["crash"] = np.float32([2, 0, 0, 2, 0, 2])  # a reward of this name

@@ -37,7 +37,10 @@ def test_cut_back(tmp_path):
     assert sink.cut_back(tmp_path, 0) == 0 and sink.read_metrics(tmp_path) == []
 
 
-@pytest.mark.parametrize("line", ['{"step": 2, "rew', "[1]", '{"step": "2", "num_tokens": 3}', '{"step": 2}', ""])
+@pytest.mark.parametrize(
+    "line",
+    ['{"step": 2, "rew', "[1]", '{"step": "2", "num_tokens": 3}', '{"step": 2, "num_tokens": 3.5}', '{"step": 2}', ""],
+)
 def test_a_damaged_line_that_no_kill_explains_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1, "num_tokens": 5}}\n{line}\n{{"step": 3, "num_tokens": 9}}\n')
