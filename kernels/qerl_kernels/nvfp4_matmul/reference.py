@@ -30,7 +30,8 @@ def _blocks(values: Array, scales: Array, block: int) -> Array:
 def dequantize(weight: Nvfp4 | Mxfp4) -> Float32[Array, "n k"]:
     """Value of every weight in fp32, rounded as the library that wrote the checkpoint rounds it.
 
-    compressed-tensors: `q × (s / G)`; ModelOpt: `q × (s × G)`; MXFP4: `q × 2^(e − 127)`.
+    compressed-tensors: `q × (s / G)`; ModelOpt: `q × (s × G)`; MXFP4: `q × 2^(e − 127)`. Within jit XLA may multiply by
+    1 / G where it is to divide, which is one unit in the last place of fp32.
     """
     values = unpack_codes(weight.codes)
     if isinstance(weight, Mxfp4):
