@@ -101,6 +101,7 @@ def test_limits_that_are_taken_and_those_that_are_not():
     Config(overlong_buffer=64, max_completion_length=64)
     with pytest.raises(ConfigError, match="overlong_buffer 65 exceeds max_completion_length 64"):
         Config(overlong_buffer=65, max_completion_length=64)
+    Config(rollout_backend="vllm", temperature=0.01, eval_temperature=0.01, min_p=0.1, top_p=1.0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-320, 2**63, True, [1], None])

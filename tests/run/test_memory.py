@@ -108,6 +108,14 @@ def test_the_parameters_of_a_model_by_hand():
     ]
 
 
+@pytest.mark.parametrize(("limit", "fits"), [(12e9, True), (11.9e9, False)])
+def test_weights_state_and_next_state_lie_on_the_device_together(limit, fits):
+    one = dataclasses.replace(
+        memory_report(Config(model="tiny")).memory, weights=6 * 10**9, state=4 * 10**9, update_state=2 * 10**9
+    )
+    assert (memory._oversized(one, Config(), limit) is None) == fits
+
+
 def test_a_model_that_does_not_fit_a_gpu_is_told_over_how_many_it_does():
     """7B in NVFP4: 5.8 GB of weights, and 2.4 of adapters, moments, gradient and next state; half of most on each of
     two, but 2.2 of embedding and head.
