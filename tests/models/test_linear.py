@@ -134,14 +134,14 @@ def test_any_subset_of_fused_adapters_in_any_order(subset, x):
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_a_fused_a_has_its_columns_in_the_order_of_the_outputs(order):
     """In which kernels read them, whatever the order of the dictionary: that of the names, inside jit."""
-    loras = make_loras(range(3))
-    fused = fuse_lora_a({"qkv_proj": {f"part {i}": loras[i] for i in order}})["qkv_proj"]
+    loras, names = make_loras(range(3)), "qkv"
+    fused = fuse_lora_a({"qkv_proj": {names[i]: loras[i] for i in order}})["qkv_proj"]
     wanted = np.concatenate([lora.a for lora in loras], axis=1)
     by_offset = sorted(fused.values(), key=lambda lora: lora.offset)
     np.testing.assert_array_equal(concat_lora_a(by_offset), wanted)
     for i, lora in enumerate(loras):
-        np.testing.assert_array_equal(fused[f"part {i}"].own_a, lora.a)
-        assert (fused[f"part {i}"].offset, fused[f"part {i}"].scale) == (lora.offset, lora.scale)
+        np.testing.assert_array_equal(fused[names[i]].own_a, lora.a)
+        assert (fused[names[i]].offset, fused[names[i]].scale) == (lora.offset, lora.scale)
     assert [lora.column for lora in by_offset] == np.cumsum([0, *(lora.a.shape[1] for lora in loras)])[:-1].tolist()
 
 
