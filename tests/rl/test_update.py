@@ -428,6 +428,13 @@ def test_micro_batches_of_the_longest_sequences_are_counted():
             assert needed <= _micro_batches(limits, rows, pack) <= 2 * needed
 
 
+@pytest.mark.parametrize(("prefixes", "suffixes", "count"), [(4, 16, 1), (2, 16, 2), (4, 8, 2), (4, 4, 4)])
+def test_room_for_prefixes_and_suffixes_bounds_a_micro_batch(prefixes, suffixes, count):
+    """Four groups of four sequences, for which there are tokens."""
+    pack = PackShape(100, prefixes, suffixes, 8, 4, 4)
+    assert _micro_batches(_Limits(8, 4, 4, 4), 16, pack) == count
+
+
 def test_the_plan_of_a_run_leaves_room_for_what_is_held(micro):
     """94 % of the device less weights, state and gradient; of the config's limits, without rows to look at."""
     config = make_config(batch_size=ROWS, max_prompt_length=PROMPT)
