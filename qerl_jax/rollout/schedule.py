@@ -65,20 +65,18 @@ class Schedule:
                 self._free_prompt_slots.append(self._prompt_slots.pop(prompt))
 
     def fill(self) -> tuple[list[PromptLoad], list[Admission]]:
-        """Start sequences in the idle slots, in their order: cached prompts come before new ones (which need a free
-        prompt slot), and those with more waiting sequences before those with fewer.
+        """Start sequences in the idle slots, in their order: those that wait of a cached prompt, of which there is at
+        most one, before those of new ones, which need a free prompt slot.
         """
         loads, admissions = [], []
         for slot in [slot for slot, sequence in enumerate(self.sequences) if sequence is None]:
-            cached = [prompt for prompt in self._prompt_slots if self._started[prompt] < self.group]
-            if cached:
-                prompt = min(cached, key=self._started.__getitem__)
-            elif self._waiting_prompts and self._free_prompt_slots:
+            prompt = next((prompt for prompt in self._prompt_slots if self._started[prompt] < self.group), None)
+            if prompt is None:
+                if not (self._waiting_prompts and self._free_prompt_slots):
+                    break
                 prompt = self._waiting_prompts.pop()
                 self._prompt_slots[prompt] = self._free_prompt_slots.pop()
                 loads.append(PromptLoad(prompt, self._prompt_slots[prompt]))
-            else:
-                break
             self.sequences[slot] = prompt * self.group + self._started[prompt]
             self._started[prompt] += 1
             admissions.append(Admission(slot, self.sequences[slot], self._prompt_slots[prompt]))
