@@ -173,8 +173,11 @@ class Cluster:
                 time.sleep(0.1)
 
     def _get(self, key: str) -> bytes:
-        while (value := self._wait_for(key, _POLL_MS)) is None:
-            pass
+        value = None
+        while value is None:
+            if self._is_told.is_set():  # and a function of the user's caught that error
+                raise ReplicaError(self._failure)
+            value = self._wait_for(key, _POLL_MS)
         return value
 
     def _wait_for(self, key: str, milliseconds: int) -> bytes | None:

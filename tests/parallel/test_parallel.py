@@ -198,6 +198,8 @@ def test_the_main_thread_takes_notice_once():
     with pytest.raises(ReplicaError, match="replica 1 is dead"):
         link._raise()
     assert link._is_told.is_set() and link._is_over.is_set()
+    with pytest.raises(ReplicaError, match="is dead"):
+        link.exchange(b"")  # a reward that catches all errors caught the first
     link._is_told.clear()
     link._raise()
     assert link._is_told.is_set()
