@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from qerl_jax.parallel import Replicas
 from qerl_jax.run.devices import usable_bytes
 
 _LAUNCHER = "QERL_JAX_LAUNCHER"  # in the environment of the processes that a launcher starts: a pipe that ends with it
+_PORTS = range(10_000, 32_768)  # below those that Linux gives to connections that are opened meanwhile
 ALL = "all"
 Fits = Callable[[float, int, int, Gpu], bool]
 """Whether memory of so many bytes suffices on each GPU of so many processes with so many each."""
@@ -211,15 +213,20 @@ def count_of(devices: str, gpus: int, size: int = 1) -> int:
     return int(devices) // size if gpus else int(devices)
 
 
+def free_port() -> int:
+    """A port of this machine that is free, for a process that is yet to start."""
+    while True:
+        with socket.socket() as some, contextlib.suppress(OSError):
+            some.bind(("localhost", secrets.choice(_PORTS)))
+            return some.getsockname()[1]
+
+
 def launch(program: Sequence[str], count: int, grace_seconds: int = 50) -> int:
     """Start `python PROGRAM` as `count` processes of this machine, pass signals on to them, and wait. Returns
     0, or the exit code of the first that failed, 128 + its number for a signal; the others then have `grace_seconds` to
     save the run's state and end.
     """
-    with socket.socket() as some:
-        some.bind(("localhost", 0))
-        coordinator = f"localhost:{some.getsockname()[1]}"
-    command = [sys.executable, *program, "--coordinator", coordinator, "--num-processes", str(count)]
+    command = [sys.executable, *program, "--coordinator", f"localhost:{free_port()}", "--num-processes", str(count)]
     alive, held = os.pipe()
     environment = os.environ | {_LAUNCHER: str(alive)}
     if environment.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # JAX's default

@@ -1,7 +1,6 @@
 """Replicas in threads of one process, which share its device and its compiled programs, and in real processes."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.launch import free_port
 from qerl_jax.parallel import Replicas
 
 SBATCH = Path(__file__).resolve().parent.parent / "tools" / "train.sbatch"
@@ -113,11 +113,13 @@ def under_slurm(count: int, script: Path, place: Path, *words: str, **environmen
     """
     (place / "srun").write_text(SRUN)
     (place / "srun").chmod(0o755)
-    with socket.socket() as some:
-        some.bind(("localhost", 0))
-        port = str(some.getsockname()[1])
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": str(count)}
-    own = {"PLACE": str(place), "SCRIPT": str(script), "PYTHON": sys.executable, "JAX_COORDINATOR_PORT": port}
+    own = {
+        "PLACE": str(place),
+        "SCRIPT": str(script),
+        "PYTHON": sys.executable,
+        "JAX_COORDINATOR_PORT": str(free_port()),
+    }
     path = {"PATH": f"{place}:{os.environ['PATH']}"}
     job = ["bash", str(SBATCH), *words]
     done = subprocess.run(job, env=os.environ | step | own | path | environment, timeout=200, check=False)

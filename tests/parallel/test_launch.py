@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -438,3 +439,12 @@ def test_two_gpus_train_as_one(tmp_path):
             assert ("2 of" in runs.finish(process)) == (name == "two")
     assert_same_records(tmp_path / "one", tmp_path / "two", 3)
     assert_close_arrays(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_free_port_is_none_that_a_connection_gets_or_another_holds(monkeypatch):
+    """Else one that is opened before the processes have started may take it."""
+    taken = launch.free_port()
+    with socket.socket() as some:
+        some.bind(("localhost", taken))
+        monkeypatch.setattr(launch, "_PORTS", [taken] * 20 + list(launch._PORTS[:1]))
+        assert launch.free_port() != taken < 32768

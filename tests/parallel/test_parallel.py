@@ -3,7 +3,6 @@
 import json
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from replicas import on_replicas, under_slurm
 
 from qerl_jax.cluster import Cluster
 from qerl_jax.compilation import committed
+from qerl_jax.launch import free_port
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
 from qerl_jax.programs import record
 
@@ -238,9 +238,7 @@ lock(mutex), lock(mutex)  # forever, and no Python runs in this thread
 
 @pytest.mark.nightly
 def test_a_process_that_waits_for_a_dead_one_forever_saves_and_ends():
-    with socket.socket() as some:
-        some.bind(("localhost", 0))
-        place = f"localhost:{some.getsockname()[1]}"
+    place = f"localhost:{free_port()}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     both = [subprocess.Popen([sys.executable, "-c", HANGS, place, str(index)], **pipes) for index in range(2)]
     (first, said), _ = (process.communicate(timeout=60) for process in both)
