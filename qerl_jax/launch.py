@@ -213,11 +213,11 @@ def count_of(devices: str, gpus: int, size: int = 1) -> int:
     return int(devices) // size if gpus else int(devices)
 
 
-def free_port() -> int:
-    """A port of this machine that is free, for a process that is yet to start."""
+def free_port(ports: Sequence[int] = _PORTS) -> int:
+    """A port of this machine that is free, one of these, for a process that is yet to start."""
     while True:
         with socket.socket() as some, contextlib.suppress(OSError):
-            some.bind(("localhost", secrets.choice(_PORTS)))
+            some.bind(("localhost", secrets.choice(ports)))
             return some.getsockname()[1]
 
 

@@ -250,7 +250,6 @@ def _update(
         d_x, sums, logprobs = head.head_loss(*settings, head_of(work.frozen), *arrays)
         del x, arrays
         _backward(work, shape, layers, gradients, kept, d_x, packed)
-        del d_x  # before the next forward pass
     parts = parts_of(gradients)
     del gradients  # frees this replica's own behind the sum
     parts, sums = over_replicas(work.replicas, parts, sums)

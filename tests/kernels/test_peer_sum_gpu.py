@@ -1,4 +1,4 @@
-"""Sums over two GPUs by the kernel, bit by bit against XLA's, alone and in whole rollouts."""
+"""Sums over two GPUs by the kernel against XLA's: alone bit by bit, and in whole rollouts."""
 
 import functools
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy_machine
 import pytest
 from numpy_machine import Memory, NumpyMachine
 from qerl_kernels import dispatch
@@ -23,7 +22,8 @@ from qerl_kernels.peer_sum import api, kernel
 from qerl_jax import partition
 
 ROWS = 4  # of the mailbox
-FEATURES = 1028  # nine packets more than eight CTAs have threads
+FEATURES = 1028
+CTAS = 4  # whose threads have two packets each, and four of them three
 
 
 class Device(NumpyMachine):
@@ -44,13 +44,13 @@ class Device(NumpyMachine):
         return super().receive_packet(*operands)
 
 
-def device_memory(x: np.ndarray, devices: int) -> tuple[Memory, list[kernel.Pointers], int]:
-    """Memory of all devices in one, the pointers of each, and how many arrays each has."""
-    packets, calls = api.shapes(ROWS * FEATURES, devices)
-    empty = np.zeros(packets[1:], np.uint32), np.zeros(calls[1:], np.int32)
+def device_memory(x: np.ndarray, devices: int) -> tuple[Memory, list[np.ndarray]]:
+    """Memory of all devices in one, and where each one's arrays begin."""
+    packets, _ = api.shapes(ROWS * FEATURES, devices)
+    empty = np.zeros(packets[1:], np.uint32), np.zeros(CTAS, np.int32)
     own = [[*x[:, device], *empty, *np.zeros_like(x[:, device])] for device in range(devices)]
     memory = Memory(*itertools.chain(*own))
-    return memory, np.split(np.asarray(memory.begins), devices), calls[1]
+    return memory, np.split(np.asarray(memory.begins), devices)
 
 
 def together(functions: Sequence[Callable[[], None]]) -> None:
@@ -63,7 +63,7 @@ def together(functions: Sequence[Callable[[], None]]) -> None:
 def summed(x: np.ndarray, sizes: list[int]) -> np.ndarray:
     """[call, device, value]: what each device makes of the first values of each call, the last device reading late."""
     number, devices, _ = x.shape
-    memory, begins, ctas = device_memory(x, devices)
+    memory, begins = device_memory(x, devices)
     room = api.shapes(ROWS * FEATURES, devices)[0][3]
 
     def run(device: int, i: int, cta: int) -> None:
@@ -72,11 +72,11 @@ def summed(x: np.ndarray, sizes: list[int]) -> np.ndarray:
         machine = Device(kernel.THREADS, memory=memory)
         machine.late = device == devices - 1
         pointers = kernel.Pointers(*arrays, [peer[number] for peer in others])
-        kernel.emit(machine, np.int64(cta), np.int64(device), pointers, size=sizes[i], room=room, ctas=ctas)
+        kernel.emit(machine, np.int64(cta), np.int64(device), pointers, size=sizes[i], room=room, ctas=CTAS)
 
     def calls(device: int) -> None:
         for i in range(number):
-            together([functools.partial(run, device, i, cta) for cta in range(ctas)])
+            together([functools.partial(run, device, i, cta) for cta in range(CTAS)])
 
     together([functools.partial(calls, device) for device in range(devices)])
     each = 2 * number + 2
@@ -87,9 +87,8 @@ def summed(x: np.ndarray, sizes: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_bits(devices, monkeypatch):
+def test_bits(devices):
     """Five calls on one mailbox, of different sizes, with words of values that look like the marks of later calls."""
-    monkeypatch.setattr(numpy_machine, "WAIT_S", 20.0)
     rng, sizes = np.random.default_rng(devices), [ROWS * FEATURES, FEATURES, 4, 2 * FEATURES, ROWS * FEATURES]
     x = rng.normal(size=(len(sizes), devices, ROWS * FEATURES)) * 2.0 ** rng.integers(-12, 12, size=ROWS * FEATURES)
     x = np.array(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16))
@@ -159,7 +158,7 @@ def test_without_a_gpu_there_is_no_mailbox():
 @pytest.mark.parametrize(
     ("answers", "are_peers"), [([(0, 1), (0, 1)], True), ([(0, 1), (0, 0)], False), ([(101, 1)], False)]
 )
-def test_gpus_are_asked_whether_they_reach_each_other(monkeypatch, answers, are_peers):
+def test_gpus_are_asked_whether_they_reach_each_other(answers, are_peers):
     """Each of each, by the numbers of CUDA; an error counts as no."""
     asked, given = [], iter(answers)
 
@@ -168,8 +167,6 @@ def test_gpus_are_asked_whether_they_reach_each_other(monkeypatch, answers, are_
         error, answer._obj.value = next(given)
         return error
 
-    monkeypatch.setattr(api.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuDeviceCanAccessPeer=ask))
-    devices = [types.SimpleNamespace(local_hardware_id=number) for number in (3, 5, 7)]
-    monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert api._are_peers.__wrapped__(2) is are_peers
+    devices = [types.SimpleNamespace(local_hardware_id=number) for number in (3, 5)]
+    assert api.reach_each_other(devices, types.SimpleNamespace(cuDeviceCanAccessPeer=ask)) is are_peers
     assert asked == [(3, 5), (5, 3)][: len(answers)]

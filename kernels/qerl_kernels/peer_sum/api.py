@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import re
+from collections.abc import Sequence
 
 import jax
 from jaxtyping import Array, Float, Int32, UInt32
@@ -87,9 +88,12 @@ def peer_sum(
 
 @functools.cache
 def _are_peers(count: int) -> bool:
-    """Whether each of the first `count` GPUs of this process can map the memory of the others."""
-    cuda, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-    ordinals = [device.local_hardware_id for device in jax.local_devices()[:count]]
+    return reach_each_other(jax.local_devices()[:count], ctypes.CDLL("libcuda.so.1"))
+
+
+def reach_each_other(devices: Sequence[jax.Device], cuda: ctypes.CDLL) -> bool:
+    """Whether each of the GPUs can map the memory of the others, as CUDA's driver says."""
+    ordinals, answer = [device.local_hardware_id for device in devices], ctypes.c_int()
     return all(
         cuda.cuDeviceCanAccessPeer(ctypes.byref(answer), *pair) == 0 and answer.value == 1
         for pair in itertools.permutations(ordinals, 2)
