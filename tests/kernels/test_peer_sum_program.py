@@ -79,6 +79,9 @@ def summed(x: np.ndarray, sizes: list[int]) -> np.ndarray:
             together([functools.partial(run, device, i, cta) for cta in range(CTAS)])
 
     together([functools.partial(calls, device) for device in range(devices)])
+    for (i, size), own in itertools.product(enumerate(sizes), begins):
+        writes = memory.writes[own[number + 2 + i] :][: x[0, 0].nbytes]
+        np.testing.assert_array_equal(writes, np.arange(len(writes)) < x.itemsize * size)  # each byte once
     each = 2 * number + 2
     return np.stack([
         [memory.array(device * each + number + 2 + i, x.dtype).reshape(-1) for device in range(devices)]
