@@ -29,6 +29,12 @@ from qerl_jax.lowered import LoweredPrograms
 from qerl_jax.messages import one_line
 from qerl_jax.parallel import ALONE, Replicas
 
+ALIKE = {"xla_gpu_autotune_level": 0}
+"""Compiler options of a program whose results must have the same bits on all replicas, each of which may compile it by
+itself. XLA times kernels on a GPU, and with the fastest chooses the order of a sum: two of six processes had other bits
+of one sum of squares, on H200 of one host.
+"""
+
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"  # JAX's event
 _LOAD_SECONDS = 0.5  # for a program from the persistent cache; of one that it compiles, XLA needs no kernel before
 _SWITCH_SECONDS = 5e-4

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from qerl_jax.programs import program
+from qerl_jax.programs import ALIKE, program
 from qerl_jax.types import Batch, FinishReason, Rollout
 
 _EPSILON = 1e-4  # as in TRL and QeRL
@@ -35,7 +35,7 @@ def group_advantages(
     return _advantages(rewards, num_generations, scale_rewards)
 
 
-@program(static_argnums=(1, 2))
+@program(static_argnums=(1, 2), compiler_options=ALIKE)
 def _advantages(rewards: Float32[Array, " B"], num_generations: int, scale_rewards: str) -> Float32[Array, " B"]:
     grouped = rewards.reshape(-1, num_generations)
     valid = ~jnp.isnan(grouped)

@@ -23,7 +23,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from qerl_jax.programs import program
+from qerl_jax.programs import ALIKE, program
 from qerl_jax.rl.adamw import AdamW
 from qerl_jax.rl.metrics import Sums, mean_metrics
 from qerl_jax.rl.state import from_parts, in_parts, trained_trees
@@ -122,13 +122,13 @@ def unflattened(flat: Flat) -> Any:
     return flat.tree()
 
 
-@program
+@program(compiler_options=ALIKE)
 def add_squares(gradient: Any, total: Float32[Array, ""]) -> Float32[Array, ""]:
     """The total with the sum of squares of a part of the gradient."""
     return total + jnp.sum(jnp.square(as_one(_tree_of(gradient))))
 
 
-@program
+@program(compiler_options=ALIKE)
 def finish(
     max_norm: Float32[ArrayLike, ""], sums: Sums, squares: Float32[Array, ""]
 ) -> tuple[dict[str, Array], Float32[Array, ""], Bool[Array, ""]]:
@@ -138,7 +138,7 @@ def finish(
     return metrics, max_norm / jnp.maximum(norm, max_norm), jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
 
 
-@program
+@program(compiler_options=ALIKE)
 def stays_finite(
     update: Step, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> Bool[Array, ""]:
@@ -159,7 +159,7 @@ def stays_finite(
     return finite & jnp.isfinite(as_one(largest)).all()
 
 
-@program(donate_argnums=2)
+@program(donate_argnums=2, compiler_options=ALIKE)
 def apply(
     update: Step, before: dict[str, Any], gradient: Any, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def apply(
     return _applied(update, before, gradient, factor, finite)
 
 
-@program
+@program(compiler_options=ALIKE)
 def apply_flat(
     update: Step, before: dict[str, Any], gradient: Flat, factor: Float32[Array, ""], finite: Bool[Array, ""]
 ) -> dict[str, Any]:

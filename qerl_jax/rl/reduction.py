@@ -17,7 +17,7 @@ from jaxtyping import Array, Float32, Int, UInt32
 
 from qerl_jax import keys
 from qerl_jax.parallel import Replicas, Vector
-from qerl_jax.programs import program
+from qerl_jax.programs import ALIKE, program
 from qerl_jax.rl.metrics import Sums, add_sums
 from qerl_jax.rl.optimizer import Flat, as_one, whole_of
 from qerl_jax.rl.state import in_parts
@@ -69,7 +69,7 @@ def placed(sums: Sums, index: Int[Array, ""], count: int) -> Float32[Array, " X"
     return jnp.zeros((count, own.size)).at[index].set(own).ravel()
 
 
-@program(static_argnums=(1, 2))
+@program(static_argnums=(1, 2), compiler_options=ALIKE)
 def of_all(whole: Float32[Array, " X"], names: tuple[str, ...], count: int) -> Sums:
     """Sums and extremes over all replicas, from the end of what they added up. Each has counted the tokens in the loss
     of the whole batch.

@@ -6,12 +6,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_trees_equal, fp32_policy, randomized, with_norm_offsets
 from replicas import on_replicas
 from updates import LENGTH, make_batch, make_config
 
+from qerl_jax.programs import ALIKE, calling
 from qerl_jax.rl import state as rl_state
+from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.optimizer import whole_of
 from qerl_jax.rl.plan import choose_plan, make_update_plan
 from qerl_jax.rl.reduction import check_same_state, checksum
@@ -67,6 +70,35 @@ def test_the_update_is_that_of_one_process(policy, alone, monkeypatch, count):
         for name, value in metrics.items():
             np.testing.assert_allclose(reported[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     assert float(metrics["tokens"]) == np.asarray(batch.loss_mask).sum()
+
+
+@pytest.mark.parametrize("optimizer", [None, optax.sgd(0.1)], ids=["AdamW", "of the user"])
+def test_what_all_compute_alike_is_compiled_without_a_choice_by_time(policy, alone, optimizer):
+    """From equal rewards and sums, on hosts that compile by themselves. What follows the sum is no part of the state
+    where it is named here.
+    """
+    _, batch, plan, _ = alone
+    state = init_state(policy, alone[0].config, optimizer)
+
+    def one(replicas):
+        found = []
+
+        def call(jitted, args, kwargs):
+            found.append((jitted.__name__, jitted.lower(*args, **kwargs)._lowering._compiler_options_kvs))
+            return jitted(*args, **kwargs)
+
+        with calling(call):
+            group_advantages(jnp.arange(4.0), 2)
+            grpo_step(state, policy.frozen, batch, plan, replicas=replicas)
+        return found
+
+    for advantages, *update in on_replicas(2, one):
+        [behind, _] = [i for i, (name, _) in enumerate(update) if name == "of_all"]
+        before = {name for name, _ in update[:behind]} | {"skipped", "unflattened", "next_position"}
+        alike = [each for each in update[behind:] if each[0] not in before]
+        step = "apply" if optimizer else "apply_flat"
+        assert {name for name, _ in alike} == {"of_all", "add_squares", "finish", "stays_finite", step}
+        assert all(options == tuple(ALIKE.items()) for _, options in [advantages, *alike])
 
 
 def test_an_update_that_is_not_finite_on_one_replica_is_skipped_on_all(policy, alone):
