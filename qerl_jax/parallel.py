@@ -148,13 +148,12 @@ class Replicas:
     def sum(self, vector: Vector) -> Vector:
         """The sum over replicas of a vector, the same bits on each. A shape gives a shape.
 
-        The device's work on the vector ends before the replicas agree to go on, so that a lack of memory comes to light
-        before another device waits. Raises as `gather`.
+        The replicas agree to go on while their devices still work on the vectors. A GPU's memory is given out when a
+        program is sent, so that a lack of it comes to light before another device waits. Raises as `gather`.
         """
         if self.link is None:
             return vector
         if not isinstance(vector, jax.ShapeDtypeStruct):
-            jax.block_until_ready(vector)
             self.agree()
         return self.link.all_reduce(vector)
 
