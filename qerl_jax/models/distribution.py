@@ -1,7 +1,7 @@
 """The distribution over the next token: temperature, top-k, top-p, min-p, a draw from it, and its log-probabilities.
 Rollout and update read it from here, inside jit and without sorting the vocabulary.
 
-Axes: B sequences, C tokens, V vocab.
+Axes: B sequences, C tokens, V vocab, N blocks of neighbouring tokens.
 """
 
 from __future__ import annotations
@@ -89,44 +89,49 @@ def sample(
         tokens = jnp.argmax(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
         return tokens.astype(jnp.int32), jnp.where(jnp.isfinite(chosen), 0, jnp.nan), jnp.zeros_like(chosen)
+    # As an epilogue of the product the division by the temperature would be a pass of its own behind cuBLAS's kernels.
+    logits = jax.lax.optimization_barrier(logits)
     kept = sampled_logits(logits, distribution)
-    total, entropy = normalizer_and_entropy(logits / distribution.temperature)
+    total, entropy, masses = _sums(logits / distribution.temperature)
     if distribution.truncates:
-        total = jax.nn.logsumexp(kept, axis=-1)
+        total, _, masses = _sums(kept)
     if batch_invariant:  # XLA may fuse the draw with these sums or with the maximum
-        kept, total, entropy, keys = ordered(kept, total, entropy, keys)
-    tokens = _draw(kept, keys)
+        kept, total, entropy, masses, keys = ordered(kept, total, entropy, masses, keys)
+    tokens = _draw(kept, masses, keys)
     chosen = jnp.take_along_axis(kept, tokens[:, None], axis=-1)[:, 0]
     return tokens.astype(jnp.int32), chosen - total, entropy
 
 
-def _draw(logits: Float32[Array, "B V"], keys: Array) -> Int32[Array, " B"]:
+def _sums(
+    logits: Float32[Array, "B V"],
+) -> tuple[Float32[Array, " B"], Float32[Array, " B"], Float32[Array, "B N"]]:
+    """`log Z = log Σ exp(z)` and the entropy `H = log Z − Σ z exp(z) / Z` of the softmax of each row, in nats, and the
+    probabilities of blocks of neighbouring tokens, times a factor of the row.
+
+    With `c = z − max z`: `H = log Σ exp(c) − Σ c exp(c) / Σ exp(c)`. XLA takes all sums of a block in one pass over the
+    vocabulary, but not those of a block and of a row.
+    """
+    count, vocab = logits.shape
+    largest = jnp.max(logits, axis=-1)
+    centred = (logits - largest[:, None]).reshape(count, -1, math.gcd(vocab, _BLOCK))
+    weights = jnp.exp(centred)
+    moments = jnp.where(weights > 0, weights * centred, 0)
+    masses, moments = ordered(jnp.sum(weights, axis=-1), jnp.sum(moments, axis=-1))
+    mass = jnp.sum(masses, axis=-1)
+    return jnp.log(mass) + largest, jnp.log(mass) - jnp.sum(moments, axis=-1) / mass, masses
+
+
+def _draw(logits: Float32[Array, "B V"], masses: Float32[Array, "B N"], keys: Array) -> Int32[Array, " B"]:
     """A token of each row's softmax: a block of neighbouring tokens by its probability, then a token of that block.
     Over 151,936 tokens that takes 1,315 random numbers; one for each token took a tenth of a decode step.
     """
-    count, vocab = logits.shape
-    size, draw = math.gcd(vocab, _BLOCK), jax.vmap(jax.random.categorical)
-    if size == vocab:
+    draw, (count, number) = jax.vmap(jax.random.categorical), masses.shape
+    if number == 1:
         return draw(keys, logits)
-    blocks, halves = logits.reshape(count, -1, size), jax.vmap(jax.random.split)(keys)
-    mass = jnp.sum(jnp.exp(blocks - jnp.max(logits, axis=-1)[:, None, None]), axis=-1)
-    block = draw(halves[:, 0], jnp.log(mass))
+    blocks, halves = logits.reshape(count, number, -1), jax.vmap(jax.random.split)(keys)
+    block = draw(halves[:, 0], jnp.log(masses))
     tokens = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * size + draw(halves[:, 1], tokens)
-
-
-def normalizer_and_entropy(logits: Float32[Array, "B V"]) -> tuple[Float32[Array, " B"], Float32[Array, " B"]]:
-    """`log Z = log Σ exp(z)` and the entropy `H = log Z − Σ z exp(z) / Z` of the softmax of each row, in nats.
-
-    With `c = z − max z`: `H = log Σ exp(c) − Σ c exp(c) / Σ exp(c)`. Both sums run over the same values, and XLA takes
-    them in the one pass over the vocabulary that the normalizer needs anyway.
-    """
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    centred = logits - largest
-    weights = jnp.exp(centred)
-    mass = jnp.sum(weights, axis=-1)
-    moment = jnp.sum(jnp.where(weights > 0, weights * centred, 0), axis=-1)
-    return jnp.log(mass) + largest[..., 0], jnp.log(mass) - moment / mass
+    return block * blocks.shape[-1] + draw(halves[:, 1], tokens)
 
 
 def logits_of_targets(
