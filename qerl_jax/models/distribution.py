@@ -89,12 +89,11 @@ def sample(
         tokens = jnp.argmax(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
         return tokens.astype(jnp.int32), jnp.where(jnp.isfinite(chosen), 0, jnp.nan), jnp.zeros_like(chosen)
-    # As an epilogue of the product the division by the temperature would be a pass of its own behind cuBLAS's kernels.
-    logits = jax.lax.optimization_barrier(logits)
+    logits = jax.lax.optimization_barrier(logits)  # `logits_of_targets` says why
     kept = sampled_logits(logits, distribution)
-    total, entropy, masses = _sums(logits / distribution.temperature)
+    total, entropy, masses = normalizer_and_entropy(logits / distribution.temperature)
     if distribution.truncates:
-        total, _, masses = _sums(kept)
+        total, _, masses = normalizer_and_entropy(kept)
     if batch_invariant:  # XLA may fuse the draw with these sums or with the maximum
         kept, total, entropy, masses, keys = ordered(kept, total, entropy, masses, keys)
     tokens = _draw(kept, masses, keys)
@@ -102,7 +101,20 @@ def sample(
     return tokens.astype(jnp.int32), chosen - total, entropy
 
 
-def _sums(
+def _draw(logits: Float32[Array, "B V"], masses: Float32[Array, "B N"], keys: Array) -> Int32[Array, " B"]:
+    """A token of each row's softmax: a block of neighbouring tokens by its probability, then a token of that block.
+    Over 151,936 tokens that takes 1,315 random numbers; one for each token took a tenth of a decode step.
+    """
+    draw, (count, number) = jax.vmap(jax.random.categorical), masses.shape
+    if number == 1:
+        return draw(keys, logits)
+    blocks, halves = logits.reshape(count, number, -1), jax.vmap(jax.random.split)(keys)
+    block = draw(halves[:, 0], jnp.log(masses))
+    tokens = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * blocks.shape[-1] + draw(halves[:, 1], tokens)
+
+
+def normalizer_and_entropy(
     logits: Float32[Array, "B V"],
 ) -> tuple[Float32[Array, " B"], Float32[Array, " B"], Float32[Array, "B N"]]:
     """`log Z = log Σ exp(z)` and the entropy `H = log Z − Σ z exp(z) / Z` of the softmax of each row, in nats, and the
@@ -121,19 +133,6 @@ def _sums(
     return jnp.log(mass) + largest, jnp.log(mass) - jnp.sum(moments, axis=-1) / mass, masses
 
 
-def _draw(logits: Float32[Array, "B V"], masses: Float32[Array, "B N"], keys: Array) -> Int32[Array, " B"]:
-    """A token of each row's softmax: a block of neighbouring tokens by its probability, then a token of that block.
-    Over 151,936 tokens that takes 1,315 random numbers; one for each token took a tenth of a decode step.
-    """
-    draw, (count, number) = jax.vmap(jax.random.categorical), masses.shape
-    if number == 1:
-        return draw(keys, logits)
-    blocks, halves = logits.reshape(count, number, -1), jax.vmap(jax.random.split)(keys)
-    block = draw(halves[:, 0], jnp.log(masses))
-    tokens = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * blocks.shape[-1] + draw(halves[:, 1], tokens)
-
-
 def logits_of_targets(
     logits: Float32[Array, "C V"], targets: Int32[Array, " C"], distribution: Distribution
 ) -> Float32[Array, "C V"]:
@@ -141,15 +140,13 @@ def logits_of_targets(
 
     The targets are always kept, because the sampler kept them: with equal logits the kept set is the set sampled from.
     The kept set has no gradient.
+
+    The division is not fused with the product that makes the logits: behind cuBLAS's kernels, which are the fastest for
+    many rows, XLA makes a pass over the logits of it. Whatever reads the logits divides on the way.
     """
+    logits = jax.lax.optimization_barrier(logits)
     if not distribution.truncates:
         return logits / distribution.temperature
     kept = jnp.isfinite(sampled_logits(jax.lax.stop_gradient(logits), distribution))
     kept |= jnp.arange(logits.shape[-1]) == targets[:, None]
     return jnp.where(kept, logits / distribution.temperature, -jnp.inf)
-
-
-def entropy_of(logprobs: Float32[Array, "C V"]) -> Float32[Array, " C"]:
-    """`−Σ p log p` of each row, in nats; log-probabilities may be −inf."""
-    finite = jnp.where(jnp.isfinite(logprobs), logprobs, 0)  # before the product: its gradient at −inf is no number
-    return -jnp.sum(jnp.exp(finite) * finite, axis=-1)

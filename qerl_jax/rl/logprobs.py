@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from qerl_kernels.ops import fp32_matmul
 
 from qerl_jax import partition
-from qerl_jax.models.distribution import entropy_of, logits_of_targets
+from qerl_jax.models.distribution import logits_of_targets, normalizer_and_entropy
 from qerl_jax.models.qwen2 import Qwen2, merge_model
 from qerl_jax.types import Distribution, Policy, Sampling
 
@@ -81,8 +81,9 @@ def token_logprobs(
 
         @jax.checkpoint
         def one(place: tuple[Array, Array]) -> Array:
-            logprobs, is_target = _logprobs(model.head, *(array[None] for array in place), distribution)
-            return jnp.sum(jnp.where(is_target, logprobs, 0))
+            hidden, target = (array[None] for array in place)
+            scaled = logits_of_targets(fp32_matmul(hidden, model.head.T), target, distribution)
+            return scaled[0, target[0]] - jax.nn.logsumexp(scaled)
 
         places = hidden.reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1)
         return jax.lax.map(one, places, batch_size=chunk).reshape(hidden.shape[:2])
@@ -101,15 +102,6 @@ def _with_model(
 
     arguments = policy, jnp.asarray(tokens), mask
     return partition.on_devices(policy.config.tensor_parallel, run, *arguments, results=PartitionSpec())
-
-
-def _logprobs(
-    head: Float[Array, "V D"], hidden: Float[Array, "C D"], targets: Int[Array, " C"], distribution: Distribution
-) -> tuple[Float32[Array, "C V"], Bool[Array, "C V"]]:
-    """Log-probabilities of all tokens, and which is the target."""
-    scaled = logits_of_targets(fp32_matmul(hidden, head.T), targets, distribution)
-    logprobs = scaled - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
-    return logprobs, jnp.arange(head.shape[0]) == targets[:, None]
 
 
 def logprobs_entropy_and_gradients(
@@ -153,10 +145,13 @@ def logprobs_entropy_and_gradients(
         start = i * chunk
         states = jax.lax.dynamic_slice_in_dim(hidden, start, chunk)
         wanted = jax.lax.dynamic_slice_in_dim(targets, start, chunk)
-        logprobs, is_target = _logprobs(head, states, wanted, distribution)
-        found = {"logprobs": jnp.sum(jnp.where(is_target, logprobs, 0), axis=-1), "entropy": entropy_of(logprobs)}
+        scaled = logits_of_targets(fp32_matmul(states, head.T), wanted, distribution)
+        normalizer, entropy, _ = normalizer_and_entropy(scaled)
+        drawn = jnp.take_along_axis(scaled, wanted[:, None], axis=-1)[:, 0]
+        found = {"logprobs": drawn - normalizer, "entropy": entropy}
+        logprobs, is_target = scaled - normalizer[:, None], jnp.arange(head.shape[0]) == wanted[:, None]
         for name in of:
-            d_logits = (_d_scaled(name, logprobs, is_target) / distribution.temperature).astype(hidden.dtype)
+            d_logits = (_d_scaled(name, logprobs, is_target, entropy) / distribution.temperature).astype(hidden.dtype)
             found[f"d_{name}"] = fp32_matmul(d_logits, head)
         within = (start + jnp.arange(chunk) < count)[:, None]
         return {
@@ -173,9 +168,10 @@ def logprobs_entropy_and_gradients(
     return found["logprobs"][:total], found["entropy"][:total], {name: found[f"d_{name}"][:total] for name in of}
 
 
-def _d_scaled(name: str, logprobs: Float32[Array, "C V"], is_target: Bool[Array, "C V"]) -> Float32[Array, "C V"]:
+def _d_scaled(
+    name: str, logprobs: Float32[Array, "C V"], is_target: Bool[Array, "C V"], entropy: Float32[Array, " C"]
+) -> Float32[Array, "C V"]:
     """Gradient of "logprobs" or "entropy" to the scaled logits, as in `logprobs_entropy_and_gradients`."""
     if name == "logprobs":
         return is_target - jnp.exp(logprobs)
-    entropy = entropy_of(logprobs)[:, None]
-    return -jnp.exp(logprobs) * jnp.where(jnp.isfinite(logprobs), logprobs + entropy, 0)
+    return -jnp.exp(logprobs) * jnp.where(jnp.isfinite(logprobs), logprobs + entropy[:, None], 0)
