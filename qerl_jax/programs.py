@@ -61,6 +61,9 @@ def program(function: Callable | None = None, **options: Any) -> Any:
         return lowered.call(function, args, kwargs)
 
     whole = jax.jit(alone, **options)
+    # Within another program JAX refuses options of the compiler.
+    plain = {name: value for name, value in options.items() if name != "compiler_options"}
+    within = whole if plain == options else jax.jit(alone, **plain)
 
     @functools.cache
     def on_devices(count: int) -> Any:
@@ -76,9 +79,11 @@ def program(function: Callable | None = None, **options: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         count = partition.devices_of((args, kwargs))
         jitted, caller = whole if count == 1 else on_devices(count), _caller.get()
-        if caller is None or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+        if caller is None and within is whole:
             return jitted(*args, **kwargs)
-        return caller(jitted, args, kwargs)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            return (jitted if within is whole else within)(*args, **kwargs)
+        return jitted(*args, **kwargs) if caller is None else caller(jitted, args, kwargs)
 
     call.lower, call.trace = whole.lower, whole.trace
     return call

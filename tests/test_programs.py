@@ -1,6 +1,7 @@
 """Programs that record themselves and are compiled before their first call."""
 
 import collections
+import functools
 import gc
 import re
 import sys
@@ -576,3 +577,13 @@ def test_what_the_compiler_refuses_is_raised():
         [compiling] = ahead.begin(lambda: refused(jnp.ones(2)))
         with pytest.raises(Exception, match="xla_is_no_option"):
             compiling.result()
+
+
+@pytest.mark.parametrize("transformed", [jax.jit, jax.vmap, lambda f: jax.jit(jax.vmap(f))])
+def test_a_program_with_options_of_the_compiler_runs_within_another(transformed):
+    """As advantages do in a function of a user's that is compiled."""
+    rewards = jnp.asarray([[0.0, 1.0, 1.0, 1.0], [2.0, 0.0, 0.5, 0.5]])
+    rewards = rewards[0] if transformed is jax.jit else rewards
+    found = transformed(functools.partial(group_advantages, num_generations=2))(rewards)
+    expected = [group_advantages(row, 2) for row in rewards.reshape(-1, 4)]
+    np.testing.assert_allclose(found.reshape(-1, 4), expected, rtol=1e-6)

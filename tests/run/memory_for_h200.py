@@ -142,7 +142,7 @@ def for_gpu(each: Recorded, gpu: Gpu | None = None) -> Compiled:
     static = [argument for argument in each.args if not is_array(argument)]
 
     def function(*arguments: Any) -> Any:
-        return each.function(*static, *arguments)
+        return each.function.__wrapped__(*static, *arguments)
 
     return h200.lower(jax.jit(function), each.args[len(static) :], gpu=gpu).compile()
 
