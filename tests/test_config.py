@@ -98,6 +98,11 @@ def test_limits_that_are_taken_and_those_that_are_not():
     Config(loss_type="cispo", epsilon_high=1.0)
     with pytest.raises(ConfigError, match=r"epsilon_high 0\.99 would cap the ratio"):
         Config(loss_type="cispo", epsilon_high=0.99)
+    Config(sigma_start=1e-2, sigma_end=5e-4, num_stages=3)
+    Config(sigma_start=1e-2, sigma_end=5e-4, num_stages=2, noise_formula="paper")
+    assert Config(seed=2**31 - 1).seed == 2**31 - 1
+    with pytest.raises(ConfigError, match="seed must be at most 2147483647, got 2147483648"):
+        Config(seed=2**31)
     Config(overlong_buffer=64, max_completion_length=64)
     with pytest.raises(ConfigError, match="overlong_buffer 65 exceeds max_completion_length 64"):
         Config(overlong_buffer=65, max_completion_length=64)
@@ -199,6 +204,8 @@ def test_the_default_length_of_prompts_fits_the_model(given, positions, found):
 def test_given_steps_count_and_epochs_need_a_rollout_of_problems():
     given = Config(max_steps=7, num_train_epochs=3, num_iterations=4)
     assert given.with_max_steps(10**6) is given and given.num_rollouts == 2
+    whole = Config(batch_size=16, num_generations=8, num_iterations=2).with_max_steps(7)
+    assert (whole.max_steps, whole.num_rollouts) == (6, 3)  # whole rollouts of two, the seventh is left over
     with pytest.raises(ConfigError, match="31 problems are fewer than the 32 of one rollout"):
         Config().with_max_steps(31)
     with pytest.raises(ConfigError, match=r"num_train_epochs 1\.0 needs the number of problems"):

@@ -221,12 +221,16 @@ def test_a_curriculum_by_a_column(tmp_path):
     config = Config("tiny", max_prompt_length=256, dataset=tuple(map(str, files)), data_order="level")
     stream, _ = prepare.load_problems(config, tokenizer, console)
     assert [item.problem.prompt for item in stream.at(0, 4)] == ["b1", "a1.5", "b2", "a3"]
-    few = dataclasses.replace(config, batch_size=24).with_max_steps(len(stream))
+    few = dataclasses.replace(config, batch_size=24, num_iterations=2).with_max_steps(len(stream))
     prepare.say_left_out(few, len(stream), console)
     assert "data_order level: 1 rollouts of 3 leave out the last 1 of 4 problems" in console.export_text(clear=False)
-    prepare.say_left_out(dataclasses.replace(few, max_steps=2), len(stream), console)
+    prepare.say_left_out(dataclasses.replace(few, max_steps=4), len(stream), console)
     assert console.export_text(clear=False).count("leave out") == 1
     assert "data_order level: the 4 problems begin anew in step 2\n" in console.export_text(clear=False)
+    prepare.say_left_out(dataclasses.replace(few, batch_size=32), len(stream), console)
+    assert "more than once" not in console.export_text(clear=False)
+    prepare.say_left_out(dataclasses.replace(few, batch_size=40), len(stream), console)
+    assert "a rollout of 5 prompts has some of the 4 problems more than once" in console.export_text(clear=False)
     assert "texts" not in console.export_text(clear=False)
     assert "left out 1 of 3 records: 1 × no 'level'" in console.export_text()
     stream, _ = prepare.load_problems(dataclasses.replace(config, data_order="sequential"), tokenizer, console)

@@ -28,6 +28,10 @@ def test_the_problems_stay_what_they_were():
     assert not any(train) and all(test[::2]) and not any(test[1::2])
 
 
+def test_the_columns_of_other_files_of_a_run_are_not_those_of_the_bundled_problems():
+    assert load_dataset("arithmetic", "test", "problem", "", limit=1).problems == PROBLEMS["test"][:1]
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(str(model_path("tiny")), local_files_only=True)

@@ -309,6 +309,14 @@ def test_large_files_are_not_held_in_memory(tmp_path, suffix):
     assert len(dataset.problems) == 2000 and peak < 2e6
 
 
+def test_a_row_of_a_large_parquet_file_is_counted_from_its_beginning(tmp_path):
+    """Beyond the rows that are read together."""
+    rows = [{"question": f"q{i}", "answer": "" if i == 1999 else "1"} for i in range(2000)]
+    write(tmp_path / "data.parquet", rows)
+    [note] = load_dataset(str(tmp_path / "data.parquet"), "train").notes
+    assert note.endswith("data.parquet, row 2000)")
+
+
 def test_only_wanted_columns_of_a_parquet_file_are_read(tmp_path):
     path = tmp_path / "data.parquet"
     write(path, [{"question": "q", "answer": "1", "proof": "x"}])

@@ -216,6 +216,10 @@ def test_rewards_are_tried_on_a_group_of_the_first_training_problem(tmp_path):
     ]
     one_pays = {"spy": lambda **_: [None, 1.0, None, 9.0], "other": lambda **_: [None] * 4}
     assert list(sample_lines(config, Rewards(**one_pays), tokenizer, items))[-1].startswith("  None for an unreadable")
+    programs = dataclasses.replace(config, reward_funcs=("code",), reward_weights=(1.0,))
+    assert list(sample_lines(programs, Rewards(code=lambda **_: [0.0, 0.0]), tokenizer, items))[3:] == [
+        "  0 for an unreadable answer, 'I do not know.' (code 0)"
+    ]
     without_answer, _ = encode_problems([Problem(0, "1 + 1?", "")], tokenizer, "", 64)
     one = dict.fromkeys(paying, lambda **_: [1.0, 0.0])
     assert list(sample_lines(config, Rewards(**one), tokenizer, without_answer))[2:] == [
