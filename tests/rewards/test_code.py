@@ -107,6 +107,14 @@ def test_a_test_has_what_the_tests_before_it_left_of_the_limit(monkeypatch):
     assert given == [5, 5, 3, 1] and value == 4 / 5 and isinstance(value, TimedOut)
 
 
+def test_a_test_that_met_the_limit_shows_behind_one_that_did_not(monkeypatch):
+    results = iter([Result(False, "", True), Result(True, "1", False)])
+    monkeypatch.setattr(programs.sandbox, "run", lambda *_: next(results))
+    info = {"test_cases": [stdio("", "1")] * 2}
+    (value,) = code(completions=[block("print(1)")], verification_info=[info], reward_timeout=[7.0])
+    assert value == 1 / 2 and isinstance(value, TimedOut)
+
+
 DEEP = "[" * 100_000 + "]" * 100_000
 
 

@@ -218,6 +218,18 @@ def test_the_importance_weights_are_trls(case, mode, floor):
     np.testing.assert_allclose(reported, np.broadcast_to(ratio, case["mask"].shape)[case["mask"]], rtol=1e-5)
 
 
+@pytest.mark.parametrize(("cap", "floor"), [(1.0, None), (1.5, 1.0)])
+def test_an_importance_ratio_at_a_bound_is_kept(case, cap, floor):
+    """As by TRL's own lines: 1 is that of a sampler which agrees with the trainer to the bit."""
+    equal = case | {"behaviour": case["old"]}
+    bounds = {"importance_sampling_cap": cap, "importance_sampling_floor": floor}
+    settings = make_settings(importance_sampling_mode="token_mask", **bounds)
+    value, gradient, _ = ours(equal, settings)
+    expected, expected_gradient, _ = theirs(equal, settings, torch_grpo.trl_loss)
+    assert value == pytest.approx(expected, abs=1e-6) and np.abs(gradient).max() > 0.01
+    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
+
+
 def loss_of_my_own(logp, old_logp, behaviour_logp, reference_logp, advantages, mask):
     """Reads everything, so that a wrong order shows."""
     losses = -advantages[:, None] * jnp.exp(logp - old_logp) + 0.1 * behaviour_logp * logp + 0.2 * reference_logp * logp
