@@ -197,6 +197,13 @@ def test_prompts_are_no_longer_than_the_positions(tiny_dir):
         assert [len(prompt) for prompt in prompts_of(path, few)] == [7] * 4
 
 
+def test_prompts_are_as_long_as_the_shortest_of_their_texts(tiny_dir, monkeypatch):
+    monkeypatch.setattr(compare, "load_tokenizer", lambda *_: lambda text: {"input_ids": list(map(len, text.split()))})
+    shortest = min((list(map(len, text.split())) for text in compare._TEXTS), key=len)
+    prompts = prompts_of(tiny_dir, model_config(tiny_dir))
+    assert {len(prompt) for prompt in prompts} == {len(shortest)} and shortest in prompts
+
+
 @pytest.mark.parametrize(
     ("layout", "with_adapter"), [("modelopt", False), pytest.param("nvfp4", True, marks=without_compressed_tensors)]
 )

@@ -147,3 +147,12 @@ def test_a_curve_has_its_moving_average_beside_it():
     (steps, points), (same, means) = (line.get_data() for line in axes.lines)
     assert list(steps) == list(same) == list(range(1, 46)) and list(points) == values
     assert means == pytest.approx([np.mean(values[max(0, step - 2) : step + 1]) for step in range(45)])
+
+
+def test_the_rewards_band_is_their_deviation_to_either_side():
+    from matplotlib.figure import Figure
+
+    axes, rows = Figure().add_subplot(), [(1, 1.0, 0.25), (2, 2.0, 0.5), (3, 1.0, 0.0)]
+    _PLOTS["reward"][1](axes, [{"step": s, "reward": mean, "reward_std": std} for s, mean, std in rows])
+    [band] = axes.collections[0].get_paths()
+    assert set(map(tuple, band.vertices)) == {(1, 0.75), (1, 1.25), (2, 1.5), (2, 2.5), (3, 1.0)}
