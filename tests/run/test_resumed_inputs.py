@@ -242,9 +242,9 @@ def test_a_resume_that_finds_nothing_says_so(place, state, tmp_path, capsys):
 
 
 def test_a_resume_says_from_where_and_what_has_changed(state, tmp_path, capsys):
-    """Of the newest of two checkpoints; then the run ends later, also one that was at its end. Cosines by
-    hand: after a step of warm-up 4 and 7 of 7, after two 3 and 6 of 18; the noise of stages 7, 3, 9 and 4 is
-    0.01 · 20 ** -((stage - 1) / 8).
+    """Of the newest of two checkpoints; then the run ends later, also one that was at its end. One update
+    was not finite and does not count. Cosines by hand: after a step of warm-up 3 and 6 of 7, after two 2 and 5 of 18;
+    the noise of stages 7, 3, 9 and 4 is 0.01 · 20 ** -((stage - 1) / 8).
     """
     config = dataclasses.replace(
         state.config, output_dir=str(tmp_path), resume="auto", sigma_start=1e-2, sigma_end=5e-4
@@ -252,16 +252,16 @@ def test_a_resume_says_from_where_and_what_has_changed(state, tmp_path, capsys):
     state = state.replace(config=config)
 
     def save(step: int) -> None:
-        counted = jax.tree.map(lambda leaf: leaf + step * (leaf.dtype == jnp.int32), state.opt_state)
+        counted = jax.tree.map(lambda leaf: leaf + (step - 1) * (leaf.dtype == jnp.int32), state.opt_state)
         Checkpointer(tmp_path, 2).save(state.replace(step=jnp.int32(step), opt_state=counted))
 
     save(3)
     said = {
         (5, 5): "max_steps: 8 -> 5\nresuming after step 5 of 5: nothing is left to train, a larger max_steps goes on\n",
         (5, 8): "resuming after step 5 of 8\n",
-        (5, 20): "max_steps: 8 -> 20; learning rate of step 6: 3.89e-05 -> 9.33e-05; its noise: 0.00106 -> 0.00473\n"
+        (5, 20): "max_steps: 8 -> 20; learning rate of step 6: 6.11e-05 -> 9.7e-05; its noise: 0.00106 -> 0.00473\n"
         "resuming after step 5 of 20\n",
-        (8, 20): "max_steps: 8 -> 20; learning rate of step 9: 0 -> 7.5e-05; its noise: 0.0005 -> 0.00325\n"
+        (8, 20): "max_steps: 8 -> 20; learning rate of step 9: 4.95e-06 -> 8.21e-05; its noise: 0.0005 -> 0.00325\n"
         "resuming after step 8 of 20\n",
     }
     for (step, steps), lines in said.items():
