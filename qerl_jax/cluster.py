@@ -106,7 +106,7 @@ class Cluster:
         """As in `Link`."""
         number, self._number = self._number, self._number + 1
         self._client.key_value_set_bytes(_message_key(self._index, number), message)
-        messages = [message if i == self._index else self._get(_message_key(i, number)) for i in range(self._count)]
+        messages = [message if i == self._index else self._get(_message_key(i, number), i) for i in range(self._count)]
         if number and number % _KEPT == 0:  # whoever is at this exchange has read those before
             self._client.key_value_delete(_key(self._index, number // _KEPT - 1))
         return messages
@@ -155,10 +155,9 @@ class Cluster:
           shutdown: ends this process's connection.
         """
         self._is_over.set()
-        if self._index:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._client.key_value_set_bytes(_key("left", self._index), b"")
-        else:  # those that are connected when the store ends are aborted
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set_bytes(_key("left", self._index), b"")
+        if self._index == 0:  # those that are connected when the store ends are aborted
             waiting = threading.Thread(target=self._wait_for_others, daemon=True)
             waiting.start()
             waiting.join(patience[self._is_told.is_set()])
@@ -172,13 +171,16 @@ class Cluster:
             while len(self._client.get_live_nodes(list(range(self._count)))) > 1:
                 time.sleep(0.1)
 
-    def _get(self, key: str) -> bytes:
-        value = None
-        while value is None:
+    def _get(self, key: str, index: int = 0) -> bytes:
+        """What the replica of an index leaves under a key."""
+        while True:
             if self._is_told.is_set():  # and a function of the user's caught that error
                 raise ReplicaError(self._failure)
-            value = self._wait_for(key, _POLL_MS)
-        return value
+            if (value := self._wait_for(key, _POLL_MS)) is not None:
+                return value
+            if self._look(_key("left", index)) is not None and self._look(key) is None:
+                said = f"replica {index} has left the run: its own output says why"
+                raise ReplicaError(self._failure_of_others(range(self._count)) or said)
 
     def _wait_for(self, key: str, milliseconds: int) -> bytes | None:
         """What a process left under a key; None where none did within that time."""

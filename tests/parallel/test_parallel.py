@@ -185,6 +185,18 @@ def test_what_a_watcher_says_of_the_others(store, alive, said):
     assert link_of(store, 0, 3)._failure_of_others(alive) == said
 
 
+def test_a_process_that_has_left_is_not_waited_for():
+    """What it sent before is read, and why it failed is said."""
+    link = link_of(store := {"qerl_jax/left/1": b"", "qerl_jax/1/0/0": b"last"}, 0, 2)
+    link._client.deadlines = 1
+    assert link.exchange(b"") == [b"", b"last"]
+    for said in ("replica 1 has left the run: its own output says why", "replica 1 failed: no"):
+        link._client.deadlines = 1
+        with pytest.raises(ReplicaError, match=said):
+            link.exchange(b"")
+        store["qerl_jax/failed"] = pickle.dumps("replica 1 failed: no")
+
+
 def test_the_first_failure_stays_and_its_process_says_no_other():
     link = link_of(store := {}, 1, 2)
     for reason in ("first", "second"):
@@ -207,14 +219,14 @@ def test_the_main_thread_takes_notice_once():
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_process_with_the_store_leaves_last(index):
-    """The others say that they have left; it waits until they are no longer there, less long where one has failed."""
+    """All say that they have left; it waits until they are no longer there, less long where one has failed."""
     alive, ended = [[0, 1, 2], [0, 2], [0]], []
     link = link_of(store := {}, index, 3)
     given = (60, 0), lambda: ended.append(list(alive))
     link._client.get_live_nodes = lambda nodes: alive.pop(0) if nodes == [0, 1, 2] else []
     link.leave(*given)
     assert ended == [[] if index == 0 else [[0, 1, 2], [0, 2], [0]]] and link._is_over.is_set()
-    assert store == ({} if index == 0 else {"qerl_jax/left/1": b""})
+    assert store == {f"qerl_jax/left/{index}": b""}
     link._client.get_live_nodes = lambda nodes: nodes
     link._is_told.set()
     began = time.monotonic()
