@@ -19,6 +19,7 @@ from qerl_jax.checkpoint.safetensors import model_fingerprint
 from qerl_jax.config import Config
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.messages import Given
+from qerl_jax.parallel import Replicas
 from qerl_jax.rewards.functions import BUILT_IN, reward_file
 
 PROMPTS_DATE = "date in prompts"
@@ -49,10 +50,12 @@ def fingerprints(
     return found
 
 
-def prompts_date(config: Config) -> datetime.date:
-    """The date that the chat template writes into prompts: that of the run to resume, or today."""
+def prompts_date(config: Config, replicas: Replicas) -> datetime.date:
+    """The date that the chat template writes into prompts: that of the run to resume, or the first replica's today,
+    which others may have left behind at midnight.
+    """
     saved = None if config.resume == "never" else saved_inputs(Path(config.output_dir)).get(PROMPTS_DATE)
-    return datetime.date.fromisoformat(saved) if saved else datetime.date.today()
+    return replicas.broadcast(datetime.date.fromisoformat(saved) if saved else datetime.date.today())
 
 
 def evaluation_date(kept: Any, adapter: Path | None) -> datetime.date:

@@ -146,7 +146,7 @@ def prepare(config: Config, console: Console, hooks: Hooks, replicas: Replicas =
         replicas.agree()
         # In a thread from here on: importing transformers takes seconds, and so do starting a device and its weights.
         say(console, f"reading and tokenizing {', '.join(config.dataset)} …")
-        date = prompts_date(config)
+        date = prompts_date(config, replicas)
         tokenizer = reader.submit(read_tokenizer, assets.model_path(config.model), config.adapter)
         problems = reader.submit(_problems, config, tokenizer, date, console, ids)
         if note := kernels_note(config.matmul_kernel):

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 import small
+from replicas import on_replicas
 from rich.console import Console
 
 from qerl_jax.checkpoint.load import load_policy
@@ -24,6 +25,7 @@ from qerl_jax.config import Config, ConfigError, dump, load
 from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.evaluation import Evaluation
+from qerl_jax.parallel import ALONE
 from qerl_jax.reporting.metrics import MetricsFile, cut_back, read_evaluations, write_evaluations
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
@@ -66,10 +68,14 @@ def test_prompts_keep_the_date_of_the_runs_start(state, tmp_path):
     """Tomorrow's resume would else have another dataset, where a chat template writes the date."""
     config = dataclasses.replace(state.config, output_dir=str(tmp_path))
     today = {datetime.date.today()}
-    assert {prompts_date(dataclasses.replace(config, resume=resume)) for resume in ("never", "auto")} <= today
+    resumed = dataclasses.replace(config, resume="auto")
+    assert {prompts_date(config, ALONE), prompts_date(resumed, ALONE)} <= today | {datetime.date.today()}
     Checkpointer(tmp_path, 1, {PROMPTS_DATE: "2024-07-26"}).save(state)
-    assert prompts_date(dataclasses.replace(config, resume="auto")) == datetime.date(2024, 7, 26)
-    assert prompts_date(config) in today | {datetime.date.today()}
+    assert prompts_date(resumed, ALONE) == datetime.date(2024, 7, 26)
+    assert prompts_date(config, ALONE) in today | {datetime.date.today()}
+    # That of the first replica, where another has another day already.
+    dates = on_replicas(2, lambda replicas: prompts_date(resumed if replicas.is_first else config, replicas))
+    assert dates == [datetime.date(2024, 7, 26)] * 2
 
 
 def test_exchanged_inputs_are_named_and_refused_unless_told(place, state, tmp_path):
