@@ -93,8 +93,8 @@ def train(
       optimizer: as in `init_state`.
       on_step: `on_step(metrics, state)`, called when a step has been recorded, with its metrics and the state after it.
         What it raises ends the run like an error of the step.
-      replicas: the processes that share the run's work, each of which calls this function. The first writes all output;
-        `on_step` is called in each.
+      replicas: the processes that share the run's work, each of which calls this function. The first writes all output,
+        and its `problems` and `sigma` count; `on_step` is called in each.
       dry_run: show what the flag `--dry-run` shows, in place of a run; the result is None.
 
     A run with functions or records of its own is resumed by `train` with the same ones and `resume="auto"`: a
@@ -136,7 +136,7 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     policy. The step is recorded.
     """
     config, hooks = run.config, run.hooks
-    sigma = hooks.sigma_at(config, int(state.step))
+    sigma = hooks.sigma_at(config, int(state.step), run.replicas)
     experience = collect_experience(run, recorder.phases, state, sigma)
     rewards = jnp.asarray(experience.rewards)
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)

@@ -19,6 +19,7 @@ from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.messages import IN_MEMORY, Given, shown
+from qerl_jax.parallel import ALONE, Replicas
 from qerl_jax.programs import program
 from qerl_jax.rewards.functions import BUILT_IN
 from qerl_jax.rl.loss import TokenLoss
@@ -77,15 +78,19 @@ class Hooks:
             raise ConfigError(f"problems({step}) returned {len(ids)} ids, expected the {count} of a rollout")
         return ids
 
-    def problems_at(self, step: int, stream: ProblemStream[EncodedProblem], count: int) -> list[EncodedProblem]:
-        """The `count` problems of a step. Raises ConfigError as `ids_at` and `with_ids` do."""
-        return with_ids(self.ids_at(step, count), step, stream)
+    def problems_at(
+        self, step: int, stream: ProblemStream[EncodedProblem], count: int, replicas: Replicas = ALONE
+    ) -> list[EncodedProblem]:
+        """The `count` problems of a step, those of the first replica: each may draw others at random. Raises
+        ConfigError as `ids_at` and `with_ids` do.
+        """
+        return with_ids(replicas.broadcast(self.ids_at(step, count)), step, stream)
 
-    def sigma_at(self, config: Config, step: int) -> float:
-        """Standard deviation of the noise. Raises ValueError for a result that is none."""
+    def sigma_at(self, config: Config, step: int, replicas: Replicas = ALONE) -> float:
+        """Standard deviation of the noise, that of the first replica. Raises ValueError for a result that is none."""
         if self.sigma is None:
             return aqn.sigma(config, step, config.num_rollouts)
-        value = self.sigma(step)
+        value = replicas.broadcast(self.sigma(step))
         if not 0 <= float(value) < math.inf:
             raise ValueError(f"sigma({step}) returned {value!r}, expected a finite number of at least 0")
         return float(value)

@@ -115,7 +115,7 @@ class Run:
         """`count` problems of a step that has `drawn` others, of earlier rounds of dynamic sampling."""
         if self.hooks.problems is None:
             return self.stream.at(int(state.cursor) + drawn, count)
-        return self.hooks.problems_at(int(state.step), self.stream, count)
+        return self.hooks.problems_at(int(state.step), self.stream, count, self.replicas)
 
     def clock(self) -> float:
         """Seconds, but for those in which calls waited for their programs."""

@@ -32,6 +32,7 @@ from qerl_jax.reporting.metrics import MetricsFile, read_metrics, write_evaluati
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
+from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.lifecycle import begin_run
 from qerl_jax.run.prepare import Run
 from qerl_jax.run.recorder import Recorder
@@ -164,6 +165,19 @@ def test_replicas_with_other_problems_begin_nothing(running):
     for error in on_replicas(2, begin):
         assert str(error).startswith("the replicas differ in model, data or functions, by fingerprint: [{")
     assert sorted(run.directory.iterdir()) == before
+
+
+def test_functions_of_the_first_replica_choose_problems_and_noise(running):
+    """Those of others may draw at random: they would grade other problems than are recorded, under other noise."""
+    run, _, state = running
+    items = [EncodedProblem(Problem(i, "?", "1"), array.array("i", [1])) for i in range(2)]
+
+    def choose(replicas: Replicas) -> tuple[list[int], float]:
+        hooks = Hooks(problems=lambda step: [replicas.index], sigma=lambda step: replicas.index / 8)
+        own = dataclasses.replace(run, stream=ProblemStream((items,), None, 0), hooks=hooks, replicas=replicas)
+        return [item.problem.id for item in own.problems(state, 0, 1)], hooks.sigma_at(run.config, 2, replicas)
+
+    assert on_replicas(2, choose) == [([0], 0.0)] * 2
 
 
 def test_a_signal_to_one_replica_stops_all_after_the_same_step(running):
