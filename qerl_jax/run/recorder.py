@@ -204,5 +204,5 @@ class Recorder:
         else:
             say(console, f"step {step + 1} did not end; the state after step {step} is saved, resume from it with")
             say(console, self._run.resume_command)
-            if isinstance(error, RewardError):
+            if f"{RewardError.__name__}: " in f"{type(error).__name__}: {error}":  # or that of another replica
                 say(console, "and with allow_changed_inputs once the reward's source is mended")

@@ -26,10 +26,11 @@ from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.evaluation import Evaluation
-from qerl_jax.parallel import Replicas
+from qerl_jax.parallel import ReplicaError, Replicas
 from qerl_jax.reporting.console import RunConsole
 from qerl_jax.reporting.metrics import MetricsFile, read_metrics, write_evaluations
 from qerl_jax.rewards.load import Rewards
+from qerl_jax.rewards.outcomes import RewardError
 from qerl_jax.rl.state import init_state
 from qerl_jax.run import directory as run_directory
 from qerl_jax.run.hooks import Hooks
@@ -245,6 +246,16 @@ def test_whatever_ends_a_run_the_newest_finished_step_is_saved(running, error, d
     assert_saved(run.directory, after(state, 4))
     assert load(run.directory / "config.yaml").model == run.config.model
     assert [row["step"] for row in read_metrics(run.directory)] == [1, 2]
+
+
+@pytest.mark.parametrize("error", [RewardError("no"), ReplicaError("replica 1 failed: RewardError: no")])
+def test_an_error_of_a_reward_on_any_replica_names_the_setting_to_resume_with(running, error, capsys):
+    _, recorder, state = running
+    with pytest.raises(type(error)), recorder:
+        recorder.end_step(after(state, 4))
+        raise error
+    said = capsys.readouterr().out
+    assert "--resume auto\nand with allow_changed_inputs once the reward's source is mended\n" in said
 
 
 def test_a_replica_that_waits_forever_saves_the_newest_finished_step(running):
