@@ -59,9 +59,20 @@ def join(
       devices: its GPUs, among those that it sees; None: the only one, or the cluster's choice.
       heartbeat_seconds: a process of which nothing was heard for so long counts as dead.
       hang_seconds: where the main thread takes no notice of that for so long, the process is ended.
+
+    Raises ValueError for another form of coordinator, and OSError where process 0 cannot listen there.
     """
     from jax._src import distributed  # the key-value store has no public name
 
+    if coordinator is not None:
+        host, _, port = coordinator.rpartition(":")
+        if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"coordinator must be HOST:PORT, with a port from 1 to 65535, got {coordinator!r}")
+        if index == 0:
+            try:
+                socket.create_server(("", int(port))).close()  # JAX may crash where it cannot listen
+            except OSError as error:
+                raise OSError(f"process 0 cannot listen at coordinator {coordinator}: {error.strerror}") from error
     jax.config.update("jax_enable_recoverability", True)  # else the death of one aborts all others at once
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM away
     os.environ.setdefault("grpc_proxy", "")  # none: http_proxy is not meant for the other processes

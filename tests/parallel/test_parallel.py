@@ -3,6 +3,7 @@
 import json
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from replicas import on_replicas, under_slurm
 
-from qerl_jax.cluster import Cluster
+from qerl_jax.cluster import Cluster, join
 from qerl_jax.compilation import committed
 from qerl_jax.launch import free_port
 from qerl_jax.parallel import ReplicaError, Replicas, in_order
@@ -233,6 +234,21 @@ def test_the_process_with_the_store_leaves_last(index):
     link.leave(*given)
     assert time.monotonic() - began < 30
     link._client.get_live_nodes = lambda nodes: []  # ends the thread that waits
+
+
+@pytest.mark.parametrize(
+    "coordinator", ["host0", "host0:", ":9876", "http://host0:9876", "host0:http", "host0:0", "host0:98765", ""]
+)
+def test_a_coordinator_of_another_form(coordinator):
+    with pytest.raises(ValueError, match=f"coordinator must be HOST:PORT, .*, got '{coordinator}'"):
+        join(coordinator, 0, 2)
+
+
+def test_a_port_that_another_process_has_is_named():
+    with socket.create_server(("", 0)) as taken:
+        place = f"localhost:{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match=f"process 0 cannot listen at coordinator {place}: Address already in use"):
+            join(place, 0, 2)
 
 
 HANGS = """
