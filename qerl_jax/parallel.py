@@ -162,9 +162,8 @@ class Replicas:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.link is not None and error is not None:
-            name = type(error).__name__
-            said = f"replica {self.index} failed: {name}: {' '.join(str(error).split())}"
-            said = str(error) if isinstance(error, ReplicaError) else said
+            said = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
+            said = str(error) if isinstance(error, ReplicaError) else f"replica {self.index} failed: {said}"
             self.link.announce(pickle.dumps(said))
 
     def _exchange(self, message: T) -> list[T]:

@@ -81,17 +81,20 @@ def test_one_process_alone_keeps_its_values():
     alone.check_equal(value, "a value")
 
 
-def test_a_failure_ends_all_with_its_reason():
+@pytest.mark.parametrize(
+    ("error", "said"), [(KeyError("a reason"), "KeyError: 'a reason'"), (MemoryError(), "MemoryError")]
+)
+def test_a_failure_ends_all_with_its_reason(error, said):
     def fails(replicas):
         replicas.agree()
         if replicas.index == 1:
-            raise KeyError("a reason")
+            raise error
         replicas.sum(jnp.ones(2))
 
     first, second, third = on_replicas(3, fails)
-    assert isinstance(second, KeyError)
+    assert second is error
     for other in (first, third):
-        assert isinstance(other, ReplicaError) and str(other) == "replica 1 failed: KeyError: 'a reason'"
+        assert isinstance(other, ReplicaError) and str(other) == f"replica 1 failed: {said}"
 
 
 def test_the_shapes_of_a_sum_are_known_without_a_link():
