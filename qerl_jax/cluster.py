@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -65,12 +66,12 @@ def join(
     from jax._src import distributed  # the key-value store has no public name
 
     if coordinator is not None:
-        host, _, port = coordinator.rpartition(":")
-        if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        place = re.fullmatch(r"(\[[\da-f:.]+\]|[^\s:/]+):(\d{1,5})", coordinator, re.ASCII | re.IGNORECASE)
+        if not place or not 0 < int(place[2]) < 1 << 16:
             raise ValueError(f"coordinator must be HOST:PORT, with a port from 1 to 65535, got {coordinator!r}")
         if index == 0:
             try:
-                socket.create_server(("", int(port))).close()  # JAX may crash where it cannot listen
+                socket.create_server(("", int(place[2]))).close()  # JAX may crash where it cannot listen
             except OSError as error:
                 raise OSError(f"process 0 cannot listen at coordinator {coordinator}: {error.strerror}") from error
     jax.config.update("jax_enable_recoverability", True)  # else the death of one aborts all others at once
@@ -183,14 +184,14 @@ class Cluster:
                 time.sleep(0.1)
 
     def _get(self, key: str, index: int = 0) -> bytes:
-        """What the replica of an index leaves under a key."""
+        """What replica `index` stores under a key. Raises ReplicaError once it has left without."""
         while True:
             if self._is_told.is_set():  # and a function of the user's caught that error
                 raise ReplicaError(self._failure)
             if (value := self._wait_for(key, _POLL_MS)) is not None:
                 return value
             if self._look(_key("left", index)) is not None and self._look(key) is None:
-                said = f"replica {index} has left the run: its own output says why"
+                said = f"replica {index} left the run before this exchange; its own output may say why"
                 raise ReplicaError(self._failure_of_others(range(self._count)) or said)
 
     def _wait_for(self, key: str, milliseconds: int) -> bytes | None:

@@ -129,11 +129,15 @@ def run(given: Devices, program: Sequence[str], body: Callable[[Replicas], int])
 
 
 def as_replica(replicas: Replicas, body: Callable[[Replicas], int]) -> int:
-    """Exit code of `body(replicas)` in one of several processes, which leaves the others at the end. What it prints and
-    its errors of the input are those of the first.
+    """Exit code of `body(replicas)` in one of several processes, which leaves the others at the end. What it prints is
+    that of the first, and so are its errors of the input, unless another one alone has them: then they reach the first.
     """
     try:
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(sys.stdout if replicas.is_first else nothing):
+        with (
+            replicas,
+            open(os.devnull, "w") as nothing,
+            contextlib.redirect_stdout(sys.stdout if replicas.is_first else nothing),
+        ):
             return body(replicas)
     except (ValueError, OSError, MemoryError):
         if replicas.is_first:

@@ -14,6 +14,7 @@ import small
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config, ConfigError
 from qerl_jax.data import problems
+from qerl_jax.parallel import ALONE
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.run.hooks import Hooks
 from qerl_jax.train import main, train
@@ -127,4 +128,4 @@ def test_noisy_norms_have_the_form_of_the_clean_ones():
             hooks.noisy(clean, 0.5, jax.random.key(0))
     for value in (-0.1, math.inf, math.nan):
         with pytest.raises(ValueError, match=r"sigma\(3\) returned .*, expected a finite number of at least 0"):
-            Hooks(sigma=lambda step, value=value: value).sigma_at(Config(), 3)
+            Hooks(sigma=lambda step, value=value: value).sigma_at(Config(), 3, ALONE)

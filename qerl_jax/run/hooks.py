@@ -19,7 +19,7 @@ from qerl_jax.config import Config, ConfigError
 from qerl_jax.data.prompts import EncodedProblem
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.messages import IN_MEMORY, Given, shown
-from qerl_jax.parallel import ALONE, Replicas
+from qerl_jax.parallel import Replicas
 from qerl_jax.programs import program
 from qerl_jax.rewards.functions import BUILT_IN
 from qerl_jax.rl.loss import TokenLoss
@@ -79,14 +79,14 @@ class Hooks:
         return ids
 
     def problems_at(
-        self, step: int, stream: ProblemStream[EncodedProblem], count: int, replicas: Replicas = ALONE
+        self, step: int, stream: ProblemStream[EncodedProblem], count: int, replicas: Replicas
     ) -> list[EncodedProblem]:
-        """The `count` problems of a step, those of the first replica: each may draw others at random. Raises
-        ConfigError as `ids_at` and `with_ids` do.
+        """The `count` problems of a step, those of the first replica: functions that draw at random would differ.
+        Raises ConfigError as `ids_at` and `with_ids` do.
         """
         return with_ids(replicas.broadcast(self.ids_at(step, count)), step, stream)
 
-    def sigma_at(self, config: Config, step: int, replicas: Replicas = ALONE) -> float:
+    def sigma_at(self, config: Config, step: int, replicas: Replicas) -> float:
         """Standard deviation of the noise, that of the first replica. Raises ValueError for a result that is none."""
         if self.sigma is None:
             return aqn.sigma(config, step, config.num_rollouts)

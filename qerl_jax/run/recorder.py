@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from qerl_jax.checkpoint.run_files import CHECKPOINTS_DIR, COMPLETIONS_DIR, CONF
 from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import Config
 from qerl_jax.evaluation import Evaluation
+from qerl_jax.parallel import ReplicaError
 from qerl_jax.reporting import health
 from qerl_jax.reporting.console import say
 from qerl_jax.reporting.metrics import MetricsFile, write_completions
@@ -204,5 +206,6 @@ class Recorder:
         else:
             say(console, f"step {step + 1} did not end; the state after step {step} is saved, resume from it with")
             say(console, self._run.resume_command)
-            if f"{RewardError.__name__}: " in f"{type(error).__name__}: {error}":  # or that of another replica
+            is_of_other = isinstance(error, ReplicaError) and re.search(r" failed: RewardError\b", str(error))
+            if is_of_other or isinstance(error, RewardError):
                 say(console, "and with allow_changed_inputs once the reward's source is mended")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -228,6 +229,8 @@ def test_the_first_of_several_processes_speaks_for_all(error, code, capsys):
         else:
             assert launch.as_replica(Replicas(index, 2, link), body) == code
         assert link.has_left
+        told = [pickle.loads(message).partition(type(error).__name__)[0] for message in link.store.messages.values()]
+        assert told == ([] if error is None else [f"replica {index} failed: "])
     assert capsys.readouterr().out == "from 0\n"
     assert launch.as_replica(Replicas(0, 1, ThreadLink(Store(), 0, 1)), lambda replicas: 7) == 7
 

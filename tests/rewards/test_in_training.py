@@ -23,6 +23,7 @@ from qerl_jax.data.problems import Problem
 from qerl_jax.data.prompts import EncodedProblem, encode_problems
 from qerl_jax.data.stream import ProblemStream
 from qerl_jax.messages import Given
+from qerl_jax.parallel import ALONE
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rewards.load import Rewards
 from qerl_jax.run import prepare
@@ -273,10 +274,10 @@ def test_objects_that_are_no_rewards_and_no_records(tmp_path):
     assert not (tmp_path / "run").exists()
     items = [EncodedProblem(Problem(number, "", ""), array.array("i")) for number in range(4)]
     stream = ProblemStream((items[:2], items[3:]), None, seed=0)
-    assert Hooks(problems=lambda step: (3, step)).problems_at(1, stream, 2) == [items[3], items[1]]
+    assert Hooks(problems=lambda step: (3, step)).problems_at(1, stream, 2, ALONE) == [items[3], items[1]]
     for ids, words in (([1], r"returned 1 ids, expected the 2 of a rollout"), ([2, 0], "returned 2, but no problem")):
         with pytest.raises(ValueError, match=words):
-            Hooks(problems=lambda step, ids=ids: ids).problems_at(0, stream, 2)
+            Hooks(problems=lambda step, ids=ids: ids).problems_at(0, stream, 2, ALONE)
     with pytest.raises(ConfigError, match="a function called 'answer', as a built-in reward is: rename it"):
         train.train(config, reward_funcs=[answer])
     held_out = [{"question": "p", "answer": "1"}]

@@ -248,7 +248,7 @@ def test_whatever_ends_a_run_the_newest_finished_step_is_saved(running, error, d
     assert [row["step"] for row in read_metrics(run.directory)] == [1, 2]
 
 
-@pytest.mark.parametrize("error", [RewardError("no"), ReplicaError("replica 1 failed: RewardError: no")])
+@pytest.mark.parametrize("error", [RewardError("no"), ReplicaError("replica 1 failed: RewardError")])
 def test_an_error_of_a_reward_on_any_replica_names_the_setting_to_resume_with(running, error, capsys):
     _, recorder, state = running
     with pytest.raises(type(error)), recorder:
@@ -256,6 +256,14 @@ def test_an_error_of_a_reward_on_any_replica_names_the_setting_to_resume_with(ru
         raise error
     said = capsys.readouterr().out
     assert "--resume auto\nand with allow_changed_inputs once the reward's source is mended\n" in said
+
+
+def test_an_error_that_speaks_of_a_rewards_names_no_setting(running, capsys):
+    _, recorder, state = running
+    with pytest.raises(ValueError), recorder:
+        recorder.end_step(after(state, 4))
+        raise ValueError("the log says RewardError: no")
+    assert "allow_changed_inputs" not in capsys.readouterr().out
 
 
 def test_a_replica_that_waits_forever_saves_the_newest_finished_step(running):
