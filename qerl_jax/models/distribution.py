@@ -16,7 +16,8 @@ from qerl_kernels.batch_invariant import ordered
 
 from qerl_jax.types import Distribution
 
-_BLOCK = 512  # tokens of the vocabulary drawn from together, at most; a power of two that divides its size
+# Tokens of the vocabulary drawn from together: a power of two that divides its size, at most and, if any, at least.
+_BLOCK, _SMALLEST_BLOCK = 512, 4
 _DIGIT = 3  # bits of the threshold found in one pass over the vocabulary
 
 
@@ -118,14 +119,16 @@ def normalizer_and_entropy(
     logits: Float32[Array, "B V"],
 ) -> tuple[Float32[Array, " B"], Float32[Array, " B"], Float32[Array, "B N"]]:
     """`log Z = log Σ exp(z)` and the entropy `H = log Z − Σ z exp(z) / Z` of the softmax of each row, in nats, and the
-    probabilities of blocks of neighbouring tokens, times a factor of the row.
+    probability of each block of neighbouring tokens, not normalized.
 
-    With `c = z − max z`: `H = log Σ exp(c) − Σ c exp(c) / Σ exp(c)`. XLA takes all sums of a block in one pass over the
-    vocabulary, but not those of a block and of a row.
+    With `c = z − max z`: `H = log Σ exp(c) − Σ c exp(c) / Σ exp(c)`. The barrier keeps XLA from making one sum over the
+    row of the sums over blocks and over their results, which would take another pass over the vocabulary.
     """
     count, vocab = logits.shape
+    size = math.gcd(vocab, _BLOCK)
+    size = size if size >= _SMALLEST_BLOCK else vocab
     largest = jnp.max(logits, axis=-1)
-    centred = (logits - largest[:, None]).reshape(count, -1, math.gcd(vocab, _BLOCK))
+    centred = (logits - largest[:, None]).reshape(count, -1, size)
     weights = jnp.exp(centred)
     moments = jnp.where(weights > 0, weights * centred, 0)
     masses, moments = ordered(jnp.sum(weights, axis=-1), jnp.sum(moments, axis=-1))
@@ -142,7 +145,7 @@ def logits_of_targets(
     The kept set has no gradient.
 
     The division is not fused with the product that makes the logits: behind cuBLAS's kernels, which are the fastest for
-    many rows, XLA makes a pass over the logits of it. Whatever reads the logits divides on the way.
+    many rows, XLA would run it as a pass over the logits of its own. It is fused into each consumer instead.
     """
     logits = jax.lax.optimization_barrier(logits)
     if not distribution.truncates:
