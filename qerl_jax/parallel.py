@@ -148,8 +148,8 @@ class Replicas:
     def sum(self, vector: Vector) -> Vector:
         """The sum over replicas of a vector, the same bits on each. A shape gives a shape.
 
-        The replicas agree to go on while their devices still work on the vectors. A GPU's memory is given out when a
-        program is sent, so that a lack of it comes to light before another device waits. Raises as `gather`.
+        The replicas agree to go on while their devices still work on the vectors. A GPU's memory is allocated at
+        dispatch, so that a lack of it is raised before another device waits. Raises as `gather`.
         """
         if self.link is None:
             return vector

@@ -31,8 +31,8 @@ from qerl_jax.parallel import ALONE, Replicas
 
 ALIKE = {"xla_gpu_autotune_level": 0}
 """Compiler options of a program whose results must have the same bits on all replicas, each of which may compile it by
-itself. XLA times kernels on a GPU, and with the fastest chooses the order of a sum: two of six processes had other bits
-of one sum of squares, on H200 of one host.
+itself. XLA's autotuner picks the fastest kernel, and with it the order of a sum: two of six processes had other bits of
+one sum of squares, on H200 of one host.
 """
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"  # JAX's event
@@ -61,7 +61,7 @@ def program(function: Callable | None = None, **options: Any) -> Any:
         return lowered.call(function, args, kwargs)
 
     whole = jax.jit(alone, **options)
-    # Within another program JAX refuses options of the compiler.
+    # JAX rejects compiler_options of a nested program.
     plain = {name: value for name, value in options.items() if name != "compiler_options"}
     within = whole if plain == options else jax.jit(alone, **plain)
 

@@ -94,7 +94,7 @@ def train(
       on_step: `on_step(metrics, state)`, called when a step has been recorded, with its metrics and the state after it.
         What it raises ends the run like an error of the step.
       replicas: the processes that share the run's work, each of which calls this function. The first writes all output,
-        and its `problems` and `sigma` count; `on_step` is called in each.
+        and the results of its `problems` and `sigma` are used; `on_step` is called in each.
       dry_run: show what the flag `--dry-run` shows, in place of a run; the result is None.
 
     A run with functions or records of its own is resumed by `train` with the same ones and `resume="auto"`: a

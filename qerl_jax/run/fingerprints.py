@@ -51,8 +51,8 @@ def fingerprints(
 
 
 def prompts_date(config: Config, replicas: Replicas) -> datetime.date:
-    """The date that the chat template writes into prompts: that of the run to resume, or the first replica's today,
-    which others may have left behind at midnight.
+    """The date that the chat template writes into prompts: that of the run to resume, or today on replica 0: the
+    day may change while replicas start.
     """
     saved = None if config.resume == "never" else saved_inputs(Path(config.output_dir)).get(PROMPTS_DATE)
     return replicas.broadcast(datetime.date.fromisoformat(saved) if saved else datetime.date.today())

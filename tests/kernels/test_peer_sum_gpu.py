@@ -25,7 +25,7 @@ CALLS, MESH = 7, partition.mesh_of(2) if jax.local_device_count() > 1 else None
 @functools.partial(jax.jit, static_argnames=("repeats", "sizes"))
 def sums(x, mailbox, repeats, sizes):
     """`CALLS` sums of the first rows of x each repeat, one behind the other, [device, repeat, call, row, feature]: by
-    the kernel, or by XLA without a mailbox. (XLA of jax 0.11.2 dies where it compiles `zeros.at[:n].set(psum)`.)
+    the kernel, or by XLA without a mailbox.
     """
 
     def on_device(x, mailbox):
@@ -34,6 +34,7 @@ def sums(x, mailbox, repeats, sizes):
             for call in range(CALLS):
                 part = (x[0] * (1 + i * CALLS + call).astype(x.dtype))[: sizes[call % len(sizes)]]
                 total, mailbox = (partition.leave(part), None) if mailbox is None else mailbox.leave(part)
+                # `zeros.at[:n].set(psum)` crashes the compiler of jax 0.11.2.
                 found.append(jnp.pad(total, ((0, x.shape[1] - len(total)), (0, 0))))
             return mailbox, jnp.stack(found)
 

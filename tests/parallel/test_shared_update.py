@@ -74,9 +74,7 @@ def test_the_update_is_that_of_one_process(policy, alone, monkeypatch, count):
 
 @pytest.mark.parametrize("optimizer", [None, optax.sgd(0.1)], ids=["AdamW", "of the user"])
 def test_what_all_compute_alike_is_compiled_without_a_choice_by_time(policy, alone, optimizer):
-    """From equal rewards and sums, on hosts that compile by themselves. What follows the sum is no part of the state
-    where it is named here.
-    """
+    """Advantages, and each program behind the sum, but for those that also run before it, copy or make no state."""
     _, batch, plan, _ = alone
     state = init_state(policy, alone[0].config, optimizer)
 

@@ -155,7 +155,7 @@ def test_every_file_that_a_policy_is_made_of_counts(tmp_path):
         changed |= {name} if model_fingerprint(model) != whole else set()
         (model / name).write_text("a")
     assert changed == set(names) - others and model_fingerprint(model) == whole
-    (model / "config.json").rename(model / "other_config.json")  # a name that counts, too
+    (model / "config.json").rename(model / "other_config.json")
     assert model_fingerprint(model) != whole
 
 
