@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Self
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 from qerl_kernels.dispatch import say_once
 from qerl_kernels.kernel_programs import kernel_programs
 
@@ -34,6 +35,9 @@ ALIKE = {"xla_gpu_autotune_level": 0}
 itself. XLA's autotuner picks the fastest kernel, and with it the order of a sum: two of six processes had other bits of
 one sum of squares, on H200 of one host.
 """
+
+with jax.core.eval_context():
+    _OUTSIDE = get_opaque_trace_state()  # of all programs
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"  # JAX's event
 _LOAD_SECONDS = 0.5  # for a program from the persistent cache; of one that it compiles, XLA needs no kernel before
@@ -81,7 +85,7 @@ def program(function: Callable | None = None, **options: Any) -> Any:
         jitted, caller = whole if count == 1 else on_devices(count), _caller.get()
         if caller is None and within is whole:
             return jitted(*args, **kwargs)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+        if get_opaque_trace_state() != _OUTSIDE:  # whatever the arguments are: a function may hold arrays of its own
             return (jitted if within is whole else within)(*args, **kwargs)
         return jitted(*args, **kwargs) if caller is None else caller(jitted, args, kwargs)
 

@@ -587,3 +587,5 @@ def test_a_program_with_options_of_the_compiler_runs_within_another(transformed)
     found = transformed(functools.partial(group_advantages, num_generations=2))(rewards)
     expected = [group_advantages(row, 2) for row in rewards.reshape(-1, 4)]
     np.testing.assert_allclose(found.reshape(-1, 4), expected, rtol=1e-6)
+    own = rewards.ravel()[:4]  # no argument of what is compiled
+    np.testing.assert_allclose(jax.jit(lambda: group_advantages(own, 2))(), expected[0], rtol=1e-6)
