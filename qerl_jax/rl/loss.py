@@ -197,7 +197,7 @@ class LossSettings:
     def vanishes_with_advantage(self) -> bool:
         """Whether a row of advantage 0 has loss and gradient 0: a built-in loss (or one that says so), no penalty."""
         said = vars(type(self.token_loss)) | getattr(self.token_loss, "__dict__", {})  # a subclass may add a term
-        return self.beta == 0 and said.get("vanishes_with_advantage", False)
+        return self.beta == 0 and said.get("vanishes_with_advantage") is True  # no property, no slot's descriptor
 
     @property
     def uses_entropy(self) -> bool:

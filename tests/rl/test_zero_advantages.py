@@ -1,5 +1,7 @@
 """Rows of advantage 0 leave the update where their gradient is 0: the same update, for less."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from updates import COMPLETION, LENGTH, PROMPT, make_batch, make_config
 
 from qerl_jax.compilation import committed
 from qerl_jax.programs import _signature, calling
-from qerl_jax.rl.loss import built_in_loss
+from qerl_jax.rl.loss import LossSettings, built_in_loss
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.types import Batch, Policy
@@ -80,6 +82,25 @@ def test_a_loss_is_zero_with_its_advantage(loss_type):
     assert loss.vanishes_with_advantage
     for found in (losses, gradient):
         np.testing.assert_array_equal(np.any(found, axis=1), advantages != 0)
+
+
+def test_a_loss_that_denies_it_in_a_slot_or_a_property_is_believed():
+    """The class has a descriptor of that name, which is true whatever the attribute is."""
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Slot:
+        vanishes_with_advantage: bool = False
+
+        def __call__(self, *arrays):
+            return -arrays[0], {}
+
+    class Property:
+        vanishes_with_advantage = property(lambda self: False)
+        __call__ = Slot.__call__
+
+    for loss in (Slot(), Property()):
+        assert not loss.vanishes_with_advantage
+        assert not LossSettings.of(make_config(), loss).vanishes_with_advantage
 
 
 @pytest.mark.parametrize("loss_type", [pytest.param("dapo", marks=pytest.mark.nightly), "dr_grpo", "cispo"])
