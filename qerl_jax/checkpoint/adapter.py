@@ -41,14 +41,14 @@ an unquantized checkpoint for an adapter of 4-bit ones, it gives other logits an
 """
 
 
-def import_adapter(policy: Policy, directory: Path) -> Policy:
+def import_adapter(policy: Policy, directory: str | Path) -> Policy:
     """The policy with the adapter's values, and its norms where it carries them (the others become `base_norms`).
 
     Raises:
       ValueError: its rank, scale or target modules differ from the policy's `lora_config`.
       CheckpointError: a tensor (also one of `modules_to_save`) is missing, unknown, misshapen or not finite.
     """
-    source = open_adapter(directory, policy.config, policy.lora_config)
+    source = open_adapter(Path(directory), policy.config, policy.lora_config)
 
     def lora(layer: int, part: str, old: Lora) -> Lora:
         a, b = source.lora(layer, part)

@@ -92,7 +92,7 @@ def load_policy(
     frozen, norms = load_weights(path, config, weight_format, dtype, matmul_kernel, report)
     source = name if hub.is_hub_id(name) else str(path)
     policy = build_policy(config, frozen, norms, lora, seed)
-    policy = policy if adapter is None else import_adapter(policy, Path(adapter))
+    policy = policy if adapter is None else import_adapter(policy, adapter)
     policy = policy if tensor_parallel == 1 else committed(policy, tensor_parallel)
     return policy.replace(tokenizer=tokenizer.result(), source=source)
 

@@ -74,7 +74,7 @@ def test_export_and_import_are_inverse_bit_for_bit(micro_dir, tmp_path, lora):
     assert_trees_equal((back.lora, back.norms), (policy.lora, policy.norms))
     assert_trees_equal(back.base_norms, load_policy(micro_dir, dtype=jnp.float32).norms)
     assert back.lora_config == dataclasses.replace(lora, alpha=lora.effective_alpha)
-    again = import_adapter(back, tmp_path / "a")  # whose norms are no longer the checkpoint's
+    again = import_adapter(back, str(tmp_path / "a"))  # whose norms are no longer the checkpoint's
     assert_trees_equal((again.lora, again.norms, again.base_norms), (back.lora, back.norms, back.base_norms))
     export_adapter(back, tmp_path / "b")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
