@@ -189,7 +189,14 @@ class LossSettings:
 
     @classmethod
     def of(cls, config: Config, token_loss: TokenLoss | None = None) -> LossSettings:
-        """Those of a config; `token_loss` in place of its built-in one."""
+        """Those of a config; `token_loss` in place of its built-in one. Raises ValueError for one without a hash."""
+        try:
+            hash(token_loss)
+        except TypeError as error:
+            raise ValueError(
+                f"token_loss {token_loss!r} has no hash, by which its programs are found: make it a function, or a "
+                "frozen dataclass whose fields are numbers and no arrays"
+            ) from error
         names = [field.name for field in dataclasses.fields(cls)[1:]]
         return cls(token_loss or built_in_loss(config), *(getattr(config, name) for name in names))
 

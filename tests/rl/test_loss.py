@@ -274,3 +274,10 @@ def test_results_of_a_loss_that_are_not_one_a_token_are_refused(case, returned, 
     arrays = [jnp.asarray(case[name]) for name in ("logp", "old", "behaviour", "reference", "advantages", "mask")]
     with pytest.raises(ValueError, match=words):
         token_losses(*arrays, LossSettings.of(make_settings(), lambda logp, *_: returned(logp)))
+
+
+def test_a_loss_without_a_hash_is_named():
+    """A dataclass that is not frozen has none."""
+    own = dataclasses.make_dataclass("Own", [("tau", float, 1.0)], namespace={"__call__": lambda *arrays: arrays})
+    with pytest.raises(ValueError, match=r"token_loss Own\(tau=1.0\) has no hash, .* frozen dataclass"):
+        LossSettings.of(make_settings(), own())
