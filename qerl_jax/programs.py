@@ -36,6 +36,7 @@ itself. XLA's autotuner picks the fastest kernel, and with it the order of a sum
 one sum of squares, on H200 of one host.
 """
 
+_OF_COMPILER = "compiler_options"  # among those of `jax.jit`
 with jax.core.eval_context():
     _OUTSIDE = get_opaque_trace_state()  # of all programs
 
@@ -64,29 +65,26 @@ def program(function: Callable | None = None, **options: Any) -> Any:
     def alone(*args: Any, **kwargs: Any) -> Any:
         return lowered.call(function, args, kwargs)
 
-    whole = jax.jit(alone, **options)
-    # JAX rejects compiler_options of a nested program.
-    plain = {name: value for name, value in options.items() if name != "compiler_options"}
-    within = whole if plain == options else jax.jit(alone, **plain)
-
     @functools.cache
-    def on_devices(count: int) -> Any:
-        """The program on arrays that are divided over so many devices."""
+    def on_devices(count: int, is_nested: bool) -> Any:
+        """The program on arrays that are divided over so many devices; JAX rejects compiler options of a nested one."""
+        given = {name: value for name, value in options.items() if not (is_nested and name == _OF_COMPILER)}
+        if count == 1:
+            return jax.jit(alone, **given)
 
         @functools.wraps(function)
         def pinned(*args: Any, **kwargs: Any) -> Any:
             return partition.pinned(function(*args, **kwargs), count)
 
-        return jax.jit(pinned, **options)
+        return jax.jit(pinned, **given)
+
+    whole = on_devices(1, False)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        count = partition.devices_of((args, kwargs))
-        jitted, caller = whole if count == 1 else on_devices(count), _caller.get()
-        if caller is None and within is whole:
-            return jitted(*args, **kwargs)
-        if get_opaque_trace_state() != _OUTSIDE:  # whatever the arguments are: a function may hold arrays of its own
-            return (jitted if within is whole else within)(*args, **kwargs)
+        is_nested = get_opaque_trace_state() != _OUTSIDE  # whatever the arguments are: a function may hold its own
+        jitted = on_devices(partition.devices_of((args, kwargs)), is_nested and _OF_COMPILER in options)
+        caller = None if is_nested else _caller.get()
         return jitted(*args, **kwargs) if caller is None else caller(jitted, args, kwargs)
 
     call.lower, call.trace = whole.lower, whole.trace

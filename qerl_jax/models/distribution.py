@@ -16,8 +16,8 @@ from qerl_kernels.batch_invariant import ordered
 
 from qerl_jax.types import Distribution
 
-# Tokens of the vocabulary drawn from together: a power of two that divides its size, at most and, if any, at least.
-_BLOCK, _SMALLEST_BLOCK = 512, 4
+_BLOCK = 512  # tokens of the vocabulary drawn from together, at most; a power of two that divides its size
+_SMALLEST_BLOCK = 4  # else the vocabulary is one block
 _DIGIT = 3  # bits of the threshold found in one pass over the vocabulary
 
 
