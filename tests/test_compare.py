@@ -4,6 +4,7 @@ and bad input.
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -18,6 +19,8 @@ import torch
 from command_lines import assert_says, error_of
 from helpers import fp32_policy, randomized, with_norm_offsets
 from oracles import torch_qwen2
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from qerl_jax import compare
 from qerl_jax.checkpoint import safetensors as st
@@ -197,11 +200,16 @@ def test_prompts_are_no_longer_than_the_positions(tiny_dir):
         assert [len(prompt) for prompt in prompts_of(path, few)] == [7] * 4
 
 
-def test_prompts_are_as_long_as_the_shortest_of_their_texts(tiny_dir, monkeypatch):
-    monkeypatch.setattr(compare, "load_tokenizer", lambda *_: lambda text: {"input_ids": list(map(len, text.split()))})
-    shortest = min((list(map(len, text.split())) for text in compare._TEXTS), key=len)
-    prompts = prompts_of(tiny_dir, model_config(tiny_dir))
-    assert {len(prompt) for prompt in prompts} == {len(shortest)} and shortest in prompts
+def test_prompts_are_as_long_as_the_shortest_of_their_texts(tiny_dir, tmp_path):
+    """Tokenized by words, all are shorter than a prompt may be."""
+    texts = [text.split() for text in compare._TEXTS]
+    ids = {word: i for i, word in enumerate(dict.fromkeys(itertools.chain(*texts)))}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=texts[0][0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    shortest = min(map(len, texts))
+    expected = [[ids[word] for word in words][:shortest] for words in texts]
+    assert prompts_of(tmp_path, model_config(tiny_dir)) == expected and shortest < compare._TOKENS
 
 
 @pytest.mark.parametrize(
