@@ -104,10 +104,10 @@ def test_trl_does_the_same_job(tool, tmp_path):
 @pytest.mark.nightly
 def test_the_scaling_of_a_step_is_measured_and_shown(tool, micro_dir, tmp_path, capsys):
     bench = tool("bench_scaling")
-    shape = {"batch": 4, "group": 2, "prompt-len": 16, "completion-len": 4, "lora-rank": 2, "repeats": 1}
+    shape = {"weak": 4, "group": 2, "prompt-len": 16, "completion-len": 4, "lora-rank": 2, "repeats": 1}
     words = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
     args, policy = bench.parse(["0.5B", "--out", str(tmp_path), *words]), committed(fp32_policy(micro_dir, rank=2))
-    rows = on_replicas(2, lambda replicas: bench.measure(args, policy, replicas, "weak"))
+    rows = on_replicas(2, lambda replicas: bench.measure(args, policy, replicas, "weak", 4))
     for row in rows:
         assert (row["devices"], row["batch"]) == (2, 8) and row["step_seconds"] > row["rollout_seconds"] > 0
         assert row["tokens_per_s"] * row["seconds"] == pytest.approx(2 * 4 * 4)
@@ -117,8 +117,13 @@ def test_the_scaling_of_a_step_is_measured_and_shown(tool, micro_dir, tmp_path, 
         assert row["all_reduce_arrays"] == len(adapters) and row["all_reduce_bytes"] == 4 * sum(
             a.size for a in adapters
         )
+        assert {name: len(each) for name, each in row["each"].items()} == {"rollout": 1, "update": 1, "step": 1}
     alone = rows[0] | {"kind": "one", "devices": 1, "batch": 4, "step_seconds": 3.0}
-    bench.show([alone, rows[0] | {"step_seconds": 2.0}])
+    others = [alone | {"batch": 8}, alone | {"lengths": "gsm8k"}]
+    found = bench.compared([alone, *others, rows[0] | {"step_seconds": 2.0}])
+    bench.show(found)
+    bench.draw_curves(found, tmp_path)
+    assert (tmp_path / "scaling.png").stat().st_size > 0
     assert "weak, 2 devices, batch 8: rollout 1.000, update 1.000, step 1.500; " in capsys.readouterr().out
 
 

@@ -1,18 +1,19 @@
 """Scaling of a step over the GPUs of one machine: rollout, gather, update and all-reduce, on 1 and on N of them.
 
-    python tools/bench_scaling.py 7B --out DIR [--devices 1 2] [--batch 128] [--lengths fixed|gsm8k] [--limit 900]
+    python tools/bench_scaling.py 7B --out DIR [--devices 1 2 4] [--weak 128] [--strong 128 1024]
+        [--lengths fixed|gsm8k] [--limit 900]
 
-Random weights of the published shapes, lengths and prompts as in bench_step.py. Weak scaling: `--batch` completions for
+Random weights of the published shapes, lengths and prompts as in bench_step.py. Weak scaling: so many completions for
 each GPU, of the same lengths on each; strong scaling: in all. With one GPU both are the same. Each number of GPUs runs
 in processes of its own, for at most `--limit` seconds; each case is written to scaling.json in `--out` as soon as it is
-measured: one that fails or hangs loses only itself.
+measured: one that fails or hangs loses only itself. scaling.png draws them.
 
 Seconds are medians over `--repeats` steps after one of warm-up, each of the slowest process: rollout, update with its
-all-reduces, whole step. `gather_seconds` is that of the last process, which waits for nobody; `all_reduce_seconds` is
-what a sum of the adapters' gradients, of `all_reduce_arrays` arrays and `all_reduce_bytes`, adds to the end of the
-backward pass: from a replica's vector to the sum, where the host is ahead of devices that work equally long. Each
-awaited alone: to `join` the arrays to a vector, the `collective`, the optimizer's step from the vector (`optimizer`)
-and from the arrays, as on one GPU (`optimizer_alone`).
+all-reduces, whole step; `each` has those of the single steps. `gather_seconds` is that of the last process, which waits
+for nobody; `all_reduce_seconds` is what a sum of the adapters' gradients, of `all_reduce_arrays` arrays and
+`all_reduce_bytes`, adds to the end of the backward pass: from a replica's vector to the sum, where the host is ahead of
+devices that work equally long. Each awaited alone: to `join` the arrays to a vector, the `collective`, the optimizer's
+step from the vector (`optimizer`) and from the arrays, as on one GPU (`optimizer_alone`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 from bench_step import draw
 from make_checkpoint import SIZES
@@ -65,6 +67,7 @@ from qerl_jax.run.rehearsal import rehearse_step
 
 FILE = "scaling.json"
 PHASES = ("rollout", "gather", "update", "step")
+RATIOS = ("rollout", "update", "step")  # that are compared with one device
 PARTS = ("join_seconds", "collective_seconds", "optimizer_seconds", "optimizer_alone_seconds")
 
 
@@ -83,7 +86,10 @@ def main() -> None:
         program, sys.argv = sys.argv, sys.argv[: sys.argv.index("--process")]  # rows keep the command that was given
         sys.exit(launch.run(given, program, lambda replicas: measure_all(args, replicas)))
     codes = [within(args.limit, [*sys.argv, "--process", str(count)]) for count in args.devices]
-    show(json.loads((args.out / FILE).read_text())["rows"] if (args.out / FILE).exists() else [])
+    if (args.out / FILE).exists():
+        found = compared(json.loads((args.out / FILE).read_text())["rows"])
+        show(found)
+        draw_curves(found, args.out)
     sys.exit(next((code for code in codes if code), 0))
 
 
@@ -93,7 +99,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--format", choices=("nvfp4", "bf16"), default="nvfp4")
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--weak", type=int, nargs="*", default=[128], help="completions of a step for each GPU")
+    parser.add_argument("--strong", type=int, nargs="*", default=[128], help="completions of a step in all")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--completion-len", type=int, default=1024)
@@ -128,8 +135,11 @@ def measure_all(args: argparse.Namespace, replicas: Replicas) -> int:
     """Each kind of scaling on these replicas; the first writes each row."""
     with replicas:
         policy = committed(random_policy(args.size, args.format, LoraConfig(rank=args.lora_rank), "mosaic_gpu"))
-        for kind in ("weak", "strong") if replicas.count > 1 else ("one",):
-            row = measure(args, policy, replicas, kind, compile_calls)
+        cases = [("weak", batch) for batch in args.weak] + [("strong", batch) for batch in args.strong]
+        if replicas.count == 1:
+            cases = [("one", batch) for batch in sorted({*args.weak, *args.strong})]
+        for kind, batch in cases:
+            row = measure(args, policy, replicas, kind, batch, compile_calls)
             if replicas.is_first:
                 write_rows(args.out / FILE, [row], args.commit)
                 print(json.dumps(row), flush=True)
@@ -137,12 +147,18 @@ def measure_all(args: argparse.Namespace, replicas: Replicas) -> int:
 
 
 def measure(
-    args: argparse.Namespace, policy: Policy, replicas: Replicas, kind: str, ahead: Callable[..., Any] | None = None
+    args: argparse.Namespace,
+    policy: Policy,
+    replicas: Replicas,
+    kind: str,
+    drawn: int,
+    ahead: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
-    """A row: seconds of the phases of a step of `--batch` completions, or for "weak" as many for each replica. `ahead`
+    """A row: seconds of the phases of a step of `drawn` completions, or for "weak" as many for each replica. `ahead`
     compiles programs side by side before; None: each is compiled at its first call.
     """
-    batch = args.batch * (replicas.count if kind == "weak" else 1)
+    copies = replicas.count if kind == "weak" else 1  # of what was drawn, one for each replica
+    batch = drawn * copies
     config = Config(
         batch_size=batch,
         num_generations=args.group,
@@ -153,8 +169,7 @@ def measure(
         dtype=policy.dtype.name,
     )
     rng = np.random.default_rng(0)
-    prompts, limits = draw(args, policy.config.vocab_size, rng)
-    copies = batch // args.batch  # one for each replica
+    prompts, limits = draw(argparse.Namespace(**vars(args), batch=drawn), policy.config.vocab_size, rng)
     tokens, sizes = (np.repeat(array, copies, axis=0) for array in (prompts.tokens, prompts.lengths))
     prompts = Prompts(tokens, sizes, np.arange(len(sizes), dtype=np.int32))
     limits = np.repeat(limits.reshape(-1, args.group), copies, axis=0).ravel()
@@ -249,6 +264,7 @@ def measure(
         "batch": batch,
         **lengths,
         "tokens_per_micro_batch": plan.pack.tokens,
+        "each": {name: slowest[:, i].tolist() for i, name in enumerate(PHASES) if name in RATIOS},
         "seconds": seconds["step_seconds"],
         **seconds,
         **(sum_of_gradients() if replicas.count > 1 else {"all_reduce_seconds": 0.0}),
@@ -263,22 +279,62 @@ def as_long(vector: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, 512, lambda _, x: jnp.tanh(x) + vector, vector)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the scaling of each case against one device: work a second a device for weak, and speed-up for strong."""
-    alone = {row["batch"]: row for row in rows if row["kind"] == "one"}
+def compared(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each row of several devices, with that of one device beside which it stands."""
+    shape = ("model", "format", "group", "prompt_len", "completion_len", "lengths", "lora_rank")
+    alone = {(row["batch"], *map(row.get, shape)): row for row in rows if row["kind"] == "one"}
+    found = []
     for row in rows:
-        if row["kind"] not in ("weak", "strong"):
-            continue
-        base = alone.get(row["batch"] // row["devices"] if row["kind"] == "weak" else row["batch"])
-        if base is None or any(base[name] != row[name] for name in ("model", "format", "lengths", "completion_len")):
-            continue
-        ratios = {name: base[f"{name}_seconds"] / row[f"{name}_seconds"] for name in ("rollout", "update", "step")}
+        if row["kind"] in ("weak", "strong"):
+            batch = row["batch"] // row["devices"] if row["kind"] == "weak" else row["batch"]
+            if base := alone.get((batch, *map(row.get, shape))):
+                found.append((row, base))
+    return found
+
+
+def show(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Print the scaling of each case against one device: work a second a device for weak, and speed-up for strong."""
+    for row, base in found:
+        ratios = {name: base[f"{name}_seconds"] / row[f"{name}_seconds"] for name in RATIOS}
         print(
             f"{row['kind']}, {row['devices']} devices, batch {row['batch']}: "
             + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
             + f"; gather {1e3 * row['gather_seconds']:.1f} ms, all-reduce {1e3 * row['all_reduce_seconds']:.1f} ms"
             + f" ({', '.join(f'{name} {1e3 * row[name]:.1f}' for name in PARTS if name in row)})"
         )
+
+
+def draw_curves(found: list[tuple[dict[str, Any], dict[str, Any]]], out: Path) -> None:
+    """scaling.png: a panel for each batch of weak and of strong scaling, over the number of GPUs. Bars span the single
+    steps, against the median of one GPU.
+    """
+    panels: dict[tuple, list[dict[str, Any]]] = {}
+    for row, base in sorted(
+        found, key=lambda pair: (pair[0]["kind"] == "strong", pair[1]["batch"], pair[0]["devices"])
+    ):
+        if "each" in row and "each" in base:  # not of older files
+            panels.setdefault((row["kind"], base["model"], base["lengths"], base["batch"]), [base]).append(row)
+    if not panels:
+        return
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), layout="constrained", squeeze=False)
+    for axis, ((kind, model, lengths, batch), rows) in zip(axes[0], panels.items(), strict=True):
+        counts = [row["devices"] for row in rows]
+        axis.plot(counts, np.ones(len(counts)) if kind == "weak" else counts, "k:", label="ideal")
+        for name in RATIOS:
+            ratios = [rows[0][f"{name}_seconds"] / np.array(row["each"][name]) for row in rows]
+            middle = [np.median(each) for each in ratios]
+            spread = [[abs(m - end(each)) for m, each in zip(middle, ratios, strict=True)] for end in (np.min, np.max)]
+            axis.errorbar(counts, middle, spread, marker="o", markersize=4, capsize=3, label=name)
+        axis.set_title(
+            f"{model.upper()}, {batch} completions{' a GPU' * (kind == 'weak')}, {lengths}", fontsize="medium"
+        )
+        axis.set_xticks(counts)
+        axis.set_xlabel("GPUs")
+        axis.set_ylabel("of one GPU's work a second" if kind == "weak" else "times as fast as one GPU")
+        axis.set_ylim(bottom=0)
+    axes[0][0].legend(fontsize="small")
+    figure.savefig(out / "scaling.png", dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ MEASURED = frozenset((
     "top1_agreement", "compared_tokens", "kl_standard_error", "gather_seconds", "update_seconds",
     "all_reduce_seconds", "step_seconds", "grading_seconds", "run_seconds", "first_step_seconds", "tokens",
     "equal_groups", "trained_share", "compilations_last_step", "compiled", "cached", "compile",
-    "accuracy_before", "accuracy_after", "steps_done", "exit_code",
+    "accuracy_before", "accuracy_after", "steps_done", "exit_code", "each",
 ))  # fmt: skip
 """Fields that do not tell one case from another."""
 
