@@ -331,7 +331,7 @@ def draw_curves(found: list[tuple[dict[str, Any], dict[str, Any]]], out: Path) -
         axis.set_xticks(counts)
         axis.set_xlabel("GPUs")
         axis.set_ylabel("of one GPU's work a second" if kind == "weak" else "times as fast as one GPU")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(*((0.8, 1.05) if kind == "weak" else (0, 1.05 * counts[-1])))
     axes[0][0].legend(fontsize="small")
     figure.savefig(out / "scaling.png", dpi=120)
     plt.close(figure)

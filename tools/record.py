@@ -21,17 +21,15 @@ DEFAULTS = {
     "tensor_parallel": 1,
 }  # values of rows without the field
 MEASURED = frozenset((
-    "us", "seconds", "tokens_per_s", "decode_ms_per_step", "peak_bytes", "predicted_bytes", "commit", "date",
-    "command", "kernels", "kl", "mean_abs_dlogp", "token_mult_prob_error", "rollout_abs_dlogp_fp32",
-    "trainer_abs_dlogp_fp32", "first_call_s", "kernel_ms_per_step", "model_fraction_of_peak", "fraction_of_peak",
-    "compile_s", "rollout_seconds", "rollout_peak_bytes", "recomputed_layers", "recomputed_gate_up",
-    "bits_per_weight", "weight_error_mean", "weight_error_worst", "worst_projection", "mean_abs_dlogit",
-    "top1_agreement", "compared_tokens", "kl_standard_error", "gather_seconds", "update_seconds",
-    "all_reduce_seconds", "step_seconds", "grading_seconds", "run_seconds", "first_step_seconds", "tokens",
-    "equal_groups", "trained_share", "compilations_last_step", "compiled", "cached", "compile",
-    "accuracy_before", "accuracy_after", "steps_done", "exit_code", "each",
+    "us", "seconds", "tokens_per_s", "decode_ms_per_step", "peak_bytes", "predicted_bytes", "commit", "date", "command",
+    "kernels", "kl", "mean_abs_dlogp", "token_mult_prob_error", "rollout_abs_dlogp_fp32", "trainer_abs_dlogp_fp32",
+    "first_call_s", "kernel_ms_per_step", "model_fraction_of_peak", "fraction_of_peak", "compile_s",
+    "rollout_peak_bytes", "recomputed_layers", "recomputed_gate_up", "bits_per_weight", "weight_error_mean",
+    "weight_error_worst", "worst_projection", "mean_abs_dlogit", "top1_agreement", "compared_tokens",
+    "kl_standard_error", "tokens", "equal_groups", "trained_share", "compilations_last_step", "compiled", "cached",
+    "compile", "accuracy_before", "accuracy_after", "steps_done", "exit_code", "each",
 ))  # fmt: skip
-"""Fields that do not tell one case from another."""
+"""Fields that do not tell one case from another; nor do those whose names end in `_seconds`."""
 
 
 def shell(*command: str) -> str:
@@ -130,8 +128,12 @@ def merge(source: Path, path: Path) -> None:
 
 def _replace(path: Path, last: dict, fresh: list[dict]) -> None:
     def case(row: dict) -> tuple:
-        told = {k: v for k, v in row.items() if k not in MEASURED and (k not in DEFAULTS or DEFAULTS[k] != v)}
-        return tuple(sorted((k, str(v)) for k, v in told.items()))
+        told = {
+            k: str(v)
+            for k, v in row.items()
+            if k not in MEASURED and not k.endswith("_seconds") and (k not in DEFAULTS or DEFAULTS[k] != v)
+        }
+        return tuple(sorted(told.items()))
 
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [row for row in old if case(row) not in {case(row) for row in fresh}]
