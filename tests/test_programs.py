@@ -1,6 +1,7 @@
 """Programs that record themselves and are compiled before their first call."""
 
 import collections
+import dataclasses
 import functools
 import gc
 import re
@@ -172,6 +173,20 @@ def test_the_programs_of_a_step_are_known_from_its_config(tmp_path, flags):
         batch = make_batch(rollout, advantages, rewards, config.mask_truncated_completions)
         grpo_step(state, policy.frozen, batch, arguments[-1])
         assert counter.take() == []
+
+
+def test_programs_of_halves_come_behind_all_others_of_a_step(tmp_path):
+    """Those of their passes alone: a first update may need none, and waits for none of them. Of a replica that has no
+    prompt to sample for."""
+    small.bf16(tmp_path / "model")
+    config, replicas = config_of(tmp_path), Replicas(63, 64)
+    policy, state = committed(abstract_run(config))
+    plan = make_update_plan(state, policy.frozen)
+    plan = dataclasses.replace(plan, pack=dataclasses.replace(plan.pack, has_half=True))
+    arguments = config, Hooks(), policy, state, plan, replicas
+    *found, embed, keep, loss, backward = names_of(record(rehearse_step, *arguments))
+    passes = ["embed", "forward_and_keep", "head_loss", "backward"]
+    assert [embed, keep, loss, backward] == passes == [name for name in found if name in passes]
 
 
 def test_what_the_weights_decide_is_compiled_after_them(tmp_path):

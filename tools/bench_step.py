@@ -125,8 +125,8 @@ def main() -> None:
     update_compile = time.perf_counter() - started
     (_, metrics), update_seconds = timed(lambda i: grpo_step(state, policy.frozen, batch, plan), args.repeats)
     lengths, prompt_lengths = np.asarray(batch.lengths), np.asarray(batch.prompt_lengths)
-    micro_batches = len(assigned(plan, batch, needs_advantage=False))
-    useful, executed = operations(policy.config, lengths, prompt_lengths, args.group, plan, micro_batches)
+    computed = [some.kind.tokens for some in assigned(plan, batch, needs_advantage=False)]
+    useful, executed = operations(policy.config, lengths, prompt_lengths, args.group, plan, sum(computed))
     peak = count * matrix_peak()
     fractions = {
         "model_fraction_of_peak": args.num_iterations * useful / update_seconds / peak,
@@ -186,10 +186,10 @@ def main() -> None:
         f"peak {rollout_peak / 1e9:.2f} GB"
     )
     packed_tokens = int((lengths - prompt_lengths).sum() + prompt_lengths[:: args.group].sum())
-    filled = packed_tokens / micro_batches / plan.pack.tokens
+    filled = packed_tokens / sum(computed)
     print(
-        f"update {update_seconds:.3f} s = {real_tokens / update_seconds:.0f} tokens/s, {micro_batches} micro-batches "
-        f"of {plan.pack.tokens} tokens ({filled:.1%} real), {recomputation(plan)}"
+        f"update {update_seconds:.3f} s = {real_tokens / update_seconds:.0f} tokens/s, micro-batches of "
+        f"{', '.join(map(str, computed))} tokens ({filled:.1%} real), {recomputation(plan)}"
     )
     print(
         f"{fractions['model_fraction_of_peak']:.3f} of {peak / 1e12:.0f} TFLOP/s, {fractions['fraction_of_peak']:.3f} "
@@ -261,9 +261,9 @@ def operations(
     prompt_lengths: np.ndarray,
     group: int,
     plan: UpdatePlan,
-    micro_batches: int,
+    computed: int,
 ) -> tuple[float, float]:
-    """(useful, executed) floating-point operations of one update."""
+    """(useful, executed) floating-point operations of one update, whose micro-batches have so many tokens together."""
     shapes = {name: n * k for name, (n, k) in model.projection_shapes().items()}
     projections, gate_up = sum(shapes.values()), shapes["gate_proj"] + shapes["up_proj"]
     completions, prompts = (lengths - prompt_lengths).astype(float), prompt_lengths[::group].astype(float)
@@ -272,7 +272,7 @@ def operations(
     head, real = 4 * model.vocab_size * model.hidden_size, float(completions.sum() + prompts.sum())
     useful = (4 * model.num_layers * projections + head) * real + 3.5 * model.num_layers * causal
     passes = (4 * model.num_layers + 2 * plan.recomputed) * projections + 2 * plan.recomputed_gate_up * gate_up
-    executed = passes * float(micro_batches * plan.pack.tokens) + head * float(completions.sum())
+    executed = passes * float(computed) + head * float(completions.sum())
     return useful, executed + (3.5 * model.num_layers + plan.recomputed) * causal
 
 

@@ -30,7 +30,7 @@ _PREFIXES, _SUFFIXES = 32, 128  # that a layout has room for, at least: arrays o
 
 @dataclasses.dataclass(frozen=True)
 class PackShape:
-    """Shape of a micro-batch, the same for a whole run. Hashable: static under jit.
+    """Shape of micro-batches, the same for a whole run. Hashable: static under jit.
 
     On a GPU the memory and time of attention grow with the product of segments and the longest one's tokens, whatever
     the others have. So a micro-batch holds either many short segments or few of any length.
@@ -44,6 +44,7 @@ class PackShape:
       longest_suffix: most tokens of a suffix.
       short: most tokens of a short segment; None: all are short.
       suffixes_beside_long: most sequences where a segment is not short; None: S.
+      has_half: whether the last micro-batches may have half the tokens (`half`).
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class PackShape:
     longest_suffix: int
     short: int | None = None
     suffixes_beside_long: int | None = None
+    has_half: bool = False
 
     def __post_init__(self):
         if self.tokens < self.longest:
@@ -69,9 +71,9 @@ class PackShape:
         return self.suffixes if self.short is None or segment <= self.short else self.suffixes_beside_long
 
     def holding(self, segment: int) -> PackShape:
-        """The shape of a micro-batch whose longest segment has so many tokens: one of two, unless all are short."""
+        """The shape of a whole micro-batch whose longest segment has so many tokens: of two, unless all are short."""
         if self.short is None:
-            return self
+            return dataclasses.replace(self, has_half=False)
         longest = self.short if segment <= self.short else self.longest_segment
         prefix, suffix = min(self.longest_prefix, longest), min(self.longest_suffix, longest)
         return dataclasses.replace(
@@ -82,7 +84,19 @@ class PackShape:
             longest_suffix=suffix,
             short=None,
             suffixes_beside_long=None,
+            has_half=False,
         )
+
+    def half(self) -> PackShape | None:
+        """The shape of half the tokens, all of short segments; None: there is none.
+
+        It holds as many sequences as T tokens do, because the last ones are the shortest. What attention computes for
+        empty segments is about half, too: it grows with tokens and prefixes.
+        """
+        if not self.has_half:
+            return None
+        short = self.holding(1)
+        return dataclasses.replace(short, tokens=self.tokens // 2, prefixes=self.prefixes // 2 + 1)
 
     def roomy(self) -> PackShape:
         """The shape with so much room for prefixes and suffixes that other groups have the same."""
@@ -90,8 +104,9 @@ class PackShape:
         return dataclasses.replace(self, prefixes=prefixes, suffixes=suffixes)
 
     def kinds(self) -> list[PackShape]:
-        """All shapes that `holding` gives."""
-        return list(dict.fromkeys((self.holding(1), self.holding(self.longest_segment))))
+        """All shapes that `holding` and `half` give, the half last."""
+        wholes = dict.fromkeys((self.holding(1), self.holding(self.longest_segment)))
+        return [*wholes, *filter(None, [self.half()])]
 
 
 class Assignment(NamedTuple):
@@ -158,6 +173,49 @@ def assign(
             bins.append(some := _Bin(shape))
         some.add(int(row), prompt, 0 if prompt in some.groups else prefix, suffix)
     return _table([list(some.groups.values()) for some in bins], shape)
+
+
+class MicroBatch(NamedTuple):
+    """The sequences of a micro-batch.
+
+    Attributes:
+      assignment: which.
+      kind: its shape, of `PackShape.kinds`.
+    """
+
+    assignment: Assignment
+    kind: PackShape
+
+
+def divide(
+    lengths: Int[np.ndarray, " B"],
+    prompt_lengths: Int[np.ndarray, " B"],
+    prompts: Int[np.ndarray, " B"],
+    shape: PackShape,
+    replicas: int = 1,
+) -> list[MicroBatch]:
+    """The micro-batches that `assign` fills, dealt to so many replicas in rounds. Where the sequences of the last round
+    fit as many halves as there are replicas, or fewer, it consists of those.
+
+    Args and raises as `assign`.
+    """
+    longest = np.maximum(prompt_lengths, lengths - prompt_lengths)
+
+    def filled(lengths: np.ndarray, shape: PackShape) -> list[MicroBatch]:
+        found = []
+        for some in assign(lengths, prompt_lengths, prompts, shape).micro_batches():
+            if (used := some.rows[some.rows >= 0]).size:
+                found.append(MicroBatch(some, shape.holding(int(longest[used].max()))))
+        return found
+
+    found, half = filled(lengths, shape), shape.half()
+    before = max(0, len(found) - 1) // replicas * replicas
+    last = found[before:]
+    if half and all(some.kind == shape.holding(1) for some in last):
+        rows = [some.assignment.rows for some in last]
+        halves = filled(np.where(np.isin(np.arange(lengths.size), rows), lengths, 0), half)
+        last = halves if len(halves) <= replicas else last
+    return found[:before] + last
 
 
 class _Bin:

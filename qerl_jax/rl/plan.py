@@ -29,6 +29,7 @@ _ALIGNMENT = 128  # tokens; rows of a GEMM's tile
 _FULL_RATE = 5120 * 3584  # tokens x hidden size beyond which a micro-batch gains nothing on an H200
 _LAYER_FLOP = 3e11  # of a layer's forward pass: below, its programs end before the host has launched the next ones
 _MOST_TOKENS = 8192, 20480  # of a micro-batch; the second where 8192 tokens of a layer are below `_LAYER_FLOP`
+_HALF_FLOP = 1e11  # of a layer's forward pass: below, half a micro-batch waits for the host as long as a whole one
 _SHORT = 1024  # tokens, about: a longer segment is long (`PackShape`)
 # Large batches have micro-batches of a whole number of these tokens, a prompt of 256 beside 4096 of its completions,
 # whatever their limits. Where all completions reach their limit, that may cost 15 %; shorter ones fill any size alike.
@@ -198,8 +199,18 @@ class _Limits(NamedTuple):
 def _target_tokens(model: ModelConfig) -> float:
     """Tokens of a micro-batch from which more gains nothing: the device runs at its full rate, ahead of it the host."""
     most, more = _MOST_TOKENS
-    flop = 2 * most * sum(n * k for n, k in model.projection_shapes().values())
-    return min(_FULL_RATE / model.hidden_size, most if flop >= _LAYER_FLOP else more)
+    return min(_FULL_RATE / model.hidden_size, most if _layer_flop(model, most) >= _LAYER_FLOP else more)
+
+
+def _has_half(model: ModelConfig, pack: PackShape) -> bool:
+    tokens = pack.tokens // 2
+    is_one = pack.tokens % (2 * _ALIGNMENT) == 0 and tokens >= pack.holding(1).longest
+    return is_one and _layer_flop(model, tokens) >= _HALF_FLOP
+
+
+def _layer_flop(model: ModelConfig, tokens: int) -> int:
+    """Of a layer's forward pass, without attention's products."""
+    return 2 * tokens * sum(n * k for n, k in model.projection_shapes().values())
 
 
 def _plan(
@@ -211,6 +222,7 @@ def _plan(
     xla: XlaMatmuls,
 ) -> UpdatePlan:
     """The plan of a pack that recomputes least."""
+    pack = dataclasses.replace(pack, has_half=_has_half(model, pack))
     need, layers = layer_bytes(model, itemsize, pack, config, xla), model.num_layers
     limit = float("inf") if free_bytes is None else free_bytes
     # Gate and up go first: running their projection again is some 0.6 of a forward pass for 0.7 of the bytes.

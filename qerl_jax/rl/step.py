@@ -26,7 +26,7 @@ from qerl_jax.rl.activations import Keeps
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.loss import LossSettings, TokenLoss
 from qerl_jax.rl.metrics import over_updates
-from qerl_jax.rl.micro_batches import Assignment, Packed, PackShape, assign, prompts_of
+from qerl_jax.rl.micro_batches import Assignment, MicroBatch, Packed, PackShape, divide, prompts_of
 from qerl_jax.rl.optimizer import apply_gradients, parts_of, zeros_like
 from qerl_jax.rl.plan import UpdatePlan, make_update_plan, out_of_memory
 from qerl_jax.rl.reduction import over_replicas
@@ -121,18 +121,6 @@ def _step(state: TrainState, work: Work, drawn: int) -> tuple[TrainState, dict[s
     return state.replace(step=step, cursor=cursor), metrics
 
 
-class MicroBatch(NamedTuple):
-    """The sequences of a micro-batch.
-
-    Attributes:
-      assignment: which.
-      kind: its shape, of `PackShape.kinds`.
-    """
-
-    assignment: Assignment
-    kind: PackShape
-
-
 class Work(NamedTuple):
     """What the passes of a step share.
 
@@ -164,8 +152,8 @@ class Work(NamedTuple):
 
     def embed(self, sequences: head.Sequences, some: MicroBatch) -> tuple[Array, Packed]:
         """The residual stream before the first layer, and the layout."""
-        pack, embedding = self.plan.pack.roomy(), self.frozen["embed_tokens"]
-        return head.embed(pack.tokens, pack.prefixes, embedding, sequences, some.assignment)
+        prefixes, embedding = self.plan.pack.roomy().prefixes, self.frozen["embed_tokens"]
+        return head.embed(some.kind.tokens, prefixes, embedding, sequences, some.assignment)
 
 
 def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool, replicas: Replicas = ALONE) -> list[MicroBatch]:
@@ -181,13 +169,9 @@ def assigned(plan: UpdatePlan, batch: Batch, needs_advantage: bool, replicas: Re
     )
     trains = mask.any(axis=1) & ((advantages != 0) | (not needs_advantage))
     lengths = np.where(trains, lengths, 0)
-    longest = np.maximum(prompt_lengths, lengths - prompt_lengths)
-    found = assign(lengths, prompt_lengths, prompts_of(tokens, prompt_lengths), plan.pack).micro_batches()
-    filled = [some for some in found if (some.rows >= 0).any()]
-    return [
-        MicroBatch(some.with_room(suffixes), plan.pack.holding(int(longest[some.rows[some.rows >= 0]].max())))
-        for some in (filled[i] for i in replicas.share(len(filled)))
-    ]
+    found = divide(lengths, prompt_lengths, prompts_of(tokens, prompt_lengths), plan.pack, replicas.count)
+    own = (found[i] for i in replicas.share(len(found)))
+    return [MicroBatch(some.assignment.with_room(suffixes), some.kind) for some in own]
 
 
 without_adapters = program(without_adapter)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,8 +60,11 @@ def rehearse_step(
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     batch = make_batch(rollout, advantages, rewards, config.mask_truncated_completions)
     own = {"token_loss": hooks.token_loss, "with_reference": hooks.with_reference}
-    state, _ = grpo_step(state, policy.frozen, batch, plan, replicas=replicas, **own)
-    check_same_state(replicas, state)
+    plan = make_update_plan(state, policy.frozen) if plan is None else plan
+    wholes = dataclasses.replace(plan, pack=dataclasses.replace(plan.pack, has_half=False))
+    for each in dict.fromkeys((wholes, plan)):  # not every update has halves: their programs come last
+        after, _ = grpo_step(state, policy.frozen, batch, each, replicas=replicas, **own)
+        check_same_state(replicas, after)
 
 
 def rollout_shape(rows: int, width: int) -> Rollout:

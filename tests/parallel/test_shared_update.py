@@ -12,6 +12,7 @@ from helpers import assert_trees_equal, fp32_policy, randomized, with_norm_offse
 from replicas import on_replicas
 from updates import LENGTH, make_batch, make_config
 
+from qerl_jax.parallel import Replicas
 from qerl_jax.programs import ALIKE, calling
 from qerl_jax.rl import state as rl_state
 from qerl_jax.rl.advantages import group_advantages
@@ -53,13 +54,21 @@ def alone(policy):
     return state, batch, plan, grpo_step(state, policy.frozen, batch, plan)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.nightly), 7])
-def test_the_update_is_that_of_one_process(policy, alone, monkeypatch, count):
-    """Uneven deals of five micro-batches: 3 and 2; 2, 2 and 1; one each and two replicas without any. They add up two
-    parts of a layer each.
+DEALS = [(2, 5, 5, 0), (7, 5, 5, 0), (1, 5, 4, 1), (2, 7, 2, 2), pytest.param(3, 5, 3, 2, marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize(("count", "most", "wholes", "halves"), DEALS)
+def test_the_update_is_that_of_one_process(policy, alone, monkeypatch, count, most, wholes, halves):
+    """Uneven deals of micro-batches of at most five or seven sequences: 3 and 2; one each and two replicas without any;
+    with a half for the last sequence, two for the last seven, two for six of three replicas. They add up two parts of a
+    layer each.
     """
     state, batch, plan, (wanted, metrics) = alone
     monkeypatch.setattr(rl_state, "_TOGETHER", 1)
+    pack = dataclasses.replace(plan.pack, suffixes=most, prefixes=most, has_half=halves > 0)
+    plan = dataclasses.replace(plan, pack=pack)
+    found = [some.kind.tokens for i in range(count) for some in assigned(plan, batch, False, Replicas(i, count))]
+    assert sorted(found) == [pack.tokens // 2] * halves + [pack.tokens] * wholes
     found = on_replicas(count, lambda replicas: grpo_step(state, policy.frozen, batch, plan, replicas=replicas))
     for after, reported in found:
         assert_trees_equal((whole_of(after), reported), (whole_of(found[0][0]), found[0][1]))

@@ -1,5 +1,6 @@
 """Packing of sequences into micro-batches, prompts once, and attention of what is packed."""
 
+import collections
 import itertools
 from dataclasses import replace
 
@@ -12,7 +13,16 @@ from attention_oracle import dense, visible
 from qerl_jax.models.config import ModelConfig
 from qerl_jax.rl.flash_attention import views
 from qerl_jax.rl.head import HeadShape, _to_places, head_logprobs
-from qerl_jax.rl.micro_batches import Assignment, PackShape, assign, pack, packed_tokens, predictors, prompts_of
+from qerl_jax.rl.micro_batches import (
+    Assignment,
+    PackShape,
+    assign,
+    divide,
+    pack,
+    packed_tokens,
+    predictors,
+    prompts_of,
+)
 from qerl_jax.rl.segment_attention import segment_attention, segment_attention_backward
 from qerl_jax.types import Sampling
 
@@ -80,6 +90,74 @@ def test_kinds_of_micro_batches():
     assert [shape.holding(n) for n in (1, 4, 5, 9)] == [many, many, few, few]
     assert set(shape.kinds()) == {few, many} and [shape.most_suffixes(n) for n in (4, 5)] == [8, 3]
     assert few.holding(1) == few.holding(9) == few and few.kinds() == [few] and few.most_suffixes(9) == 3
+    own, half = replace(shape, has_half=True), PackShape(20, 2, 8, 6, 2, 4)
+    assert own.kinds() == [many, few, half] and half.kinds() == [half] and not shape.half()
+    assert replace(few, prefixes=7, has_half=True).kinds()[1:] == [replace(few, tokens=20, prefixes=4)]
+
+
+@pytest.mark.parametrize(
+    ("last", "replicas", "wanted"),
+    [
+        ((5, 3), 1, {16: [[0, 1], [2, 3]], 8: [[4, 5]]}),
+        ((5, 4), 1, {16: [[0, 1], [2, 3], [4, 5]]}),
+        ((5, 3), 2, {16: [[0, 1], [2, 3]], 8: [[4, 5]]}),
+        ((5, 4), 2, {16: [[0, 1], [2, 3]], 8: [[4], [5]]}),
+        ((5, 4, 4), 2, {16: [[0, 1], [2, 3]], 8: [[4], [5, 6]]}),
+        ((5, 5, 4), 2, {16: [[0, 1], [2, 3], [4, 5, 6]]}),
+        ((5, 4), 3, {16: [[0, 1], [2, 3], [4, 5]]}),
+        ((5, 4), 6, {8: [[0], [1], [2], [3], [4], [5]]}),
+        ((), 2, {16: [[0, 1], [2, 3]]}),
+        ((), 4, {8: [[0], [1], [2], [3]]}),
+    ],
+)
+def test_a_last_round_of_halves_by_hand(last, replicas, wanted):
+    """Four sequences of 8 tokens fill two micro-batches of 16. Prompts of 2 tokens, each another one."""
+    lengths = np.array([8, 8, 8, 8, *last])
+    arguments = lengths, np.full(len(lengths), 2), np.arange(len(lengths))
+    shape = PackShape(16, 4, 4, 8, 2, 6, has_half=True)
+    found = divide(*arguments, shape, replicas)
+    expected = [(tokens, rows) for tokens, some in wanted.items() for rows in some]
+    assert [(some.kind.tokens, members(some.assignment.rows)) for some in found] == expected
+    long = divide(*arguments, replace(shape, short=2, suffixes_beside_long=4), replicas)
+    assert [some.kind.tokens for some in long] == [16] * len(long), "halves are for short segments"
+
+
+def test_halves_hold_the_last_round_and_make_no_more_rounds():
+    """Of one replica the last micro-batch is a half just where its sequences fit one."""
+    halved = collections.Counter()
+    for seed, replicas in itertools.product(range(40), (1, 2, 3, 5)):
+        rng = np.random.default_rng(seed)
+        few = {"short": 14, "suffixes_beside_long": 4} if seed % 2 else {}
+        shape = PackShape(128, 5, int(rng.integers(5, 12)), 40, 15, 25, **few, has_half=True)
+        prompts = rng.integers(0, 9, 30)
+        prompt_lengths = rng.integers(1, 16, 9)[prompts]
+        lengths = np.where(rng.random(30) < 0.2, 0, prompt_lengths + rng.integers(0, 25, 30))
+        arguments = lengths, prompt_lengths, prompts
+        found, wholes = (divide(*arguments, each, replicas) for each in (shape, replace(shape, has_half=False)))
+        found_rows, whole_rows = ([members(some.assignment.rows) for some in each] for each in (found, wholes))
+        assert whole_rows == [members(rows) for rows in assign(*arguments, shape).rows]
+        assert sorted(itertools.chain(*found_rows)) == np.flatnonzero(lengths).tolist()
+
+        def needs(rows: list[int], lengths=lengths, prompts=prompts, own=prompt_lengths) -> np.ndarray:
+            of_prompts = dict(zip(prompts[rows].tolist(), own[rows].tolist(), strict=True))
+            suffixes = lengths[rows] - own[rows]
+            tokens, longest = suffixes.sum() + sum(of_prompts.values()), max(suffixes.max(), *of_prompts.values())
+            return np.array([tokens, len(of_prompts), len(rows), longest])
+
+        def room(kind: PackShape) -> np.ndarray:
+            return np.array([kind.tokens, kind.prefixes, kind.suffixes, kind.longest_segment])
+
+        assert all(np.all(needs(rows) <= room(some.kind)) for rows, some in zip(found_rows, found, strict=True))
+        assert {some.kind for some in found} <= set(shape.kinds())
+        before = (len(wholes) - 1) // replicas * replicas
+        assert found_rows[:before] == whole_rows[:before]
+        assert 0 < len(found) - before <= replicas
+        kinds = {some.kind for some in found[before:]}
+        is_half = shape.half() in kinds
+        assert len(kinds) == 1 or not is_half
+        assert replicas > 1 or is_half == np.all(needs(whole_rows[-1]) <= room(shape.half()))
+        halved[replicas, is_half] += 1
+    assert len(halved) == 8, halved
 
 
 def test_a_layout_has_room_for_every_prefix_and_suffix():
@@ -190,7 +268,8 @@ def test_cudnn_sees_rows_that_hold_every_segment():
         tokens = -(-sequences * longest // 128) * 128
         few = {"short": longest // 3 + 1, "suffixes_beside_long": suffixes // 2 + 1} if longest > 2 else {}
         shape = PackShape(tokens, suffixes // 2 + 1, suffixes, longest, longest // 2, longest - longest // 2, **few)
-        for kind in shape.kinds():
+        has_half = tokens // 2 >= shape.holding(1).longest
+        for kind in replace(shape, has_half=has_half).kinds():
             rows, row_segments = views(kind)
             assert row_segments >= 2 and rows * row_segments >= kind.prefixes + kind.suffixes, (kind, rows)
             assert kind.tokens % rows == 0 and kind.tokens // rows >= kind.longest_segment, (kind, rows)

@@ -354,7 +354,7 @@ def test_bf16_is_as_exact_as_the_padded_rows(micro_dir, micro):
 
 @pytest.mark.parametrize("committed", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_all_is_compiled_ahead_and_other_lengths_compile_nothing(micro, committed):
-    """Sizes that no other test has; where they are committed, two kinds of micro-batches. With a reference:
+    """Sizes that no other test has; where they are committed, two kinds of micro-batches and a half. With a reference:
     `test_full.py`.
     """
     config = several(num_iterations=2, train_norms=True, tokens_per_micro_batch=145)
@@ -365,11 +365,15 @@ def test_all_is_compiled_ahead_and_other_lengths_compile_nothing(micro, committe
     state = init_state(policy, config)
     plan = make_update_plan(state, policy.frozen, longest=LENGTH)
     if committed:
-        plan = dataclasses.replace(plan, pack=dataclasses.replace(plan.pack, short=4, suffixes_beside_long=3))
+        kinds = {"short": 4, "suffixes_beside_long": 3, "has_half": True}
+        plan = dataclasses.replace(plan, pack=dataclasses.replace(plan.pack, **kinds))
+        of_short = batches[1].lengths <= batches[1].prompt_lengths + 4
+        batches[1] = batches[1].replace(loss_mask=batches[1].loss_mask & of_short[:, None])
     shapes = state, policy.frozen, shapes_of(batches[0]), plan
     names = [each.function.__name__ for each in record(grpo_step, *shapes)]
-    assert names.count("backward") == 1 + committed  # for segments of 4 tokens, and of 11
-    assert names.count("head_loss") == names.count("apply") == 1
+    assert names.count("backward") == 1 + 2 * committed  # for segments of 4 tokens, of 11, and a half
+    assert names.count("head_loss") == 1 + committed and names.count("apply") == 1
+    assert {some.kind for batch in batches for some in assigned(plan, batch, False)} == set(plan.pack.kinds())
     assert compile_calls(grpo_step, *shapes) == len(names)
     with CompilationCounter() as counter:
         for batch in batches:
@@ -394,13 +398,15 @@ def test_micro_batches_are_large_where_a_layer_is_small(tool, size, tokens):
         config = Config(max_prompt_length=prompt, max_completion_length=completion, **sizes)
         return choose_plan(model, 2, config, rows, prompt + completion, free)
 
-    assert plan_of().pack.tokens == tokens
+    assert plan_of().pack.tokens == tokens == 2 * plan_of().pack.half().tokens
     assert plan_of(free=5e9).pack.tokens <= 4352
     assert plan_of(230) == plan_of(256, 490) == plan_of(rows=128) == plan_of(rows=512) == plan_of()
     plans = {limit: plan_of(completion=limit) for limit in (640, 768, 1024)} | {"group": plan_of(group=16)}
     layouts = {(pack.tokens, pack.prefixes, pack.suffixes) for pack in (p.pack.roomy() for p in plans.values())}
     assert layouts == {(tokens, 32, 128)}
     assert plans[640] == plans[768] == plans[1024] and plans["group"].pack.prefixes < plan_of().pack.prefixes
+    small = [plan_of(rows=8 * count).pack for count in (1, 2)]  # half of one would wait for the host at 0.5B
+    assert [pack.half() is not None for pack in small] == [size != "0.5B", True]
     assert tokens > 4352 or plan_of(completion=2300).pack.tokens >= 4608 + 256
 
 
@@ -408,11 +414,12 @@ def test_micro_batches_are_large_where_a_layer_is_small(tool, size, tokens):
     ("limit", "longest", "tokens"), [(4000, 4352, 4352), (4060, 384 + 4096, 4480), (5000, 300 + 5000, 5376)]
 )
 def test_micro_batches_of_one_sequence_are_little_larger_than_it(tool, limit, longest, tokens):
-    """7B: 300 + 4000 tokens fit the common size; the bucket of 300 + 4060 costs nothing, of 300 + 5000 a quarter."""
+    """7B: 300 + 4000 tokens fit the common size; the bucket of 300 + 4060 costs nothing, of 300 + 5000 a quarter. Half
+    of 4480 tokens are no whole number of tiles."""
     model = parse_config(tool("make_checkpoint").hf_config("7B"), {}, "7B")
     config = Config(batch_size=64, num_generations=8, max_prompt_length=300, max_completion_length=limit)
     pack = choose_plan(model, 2, config, 64, 300 + limit, None).pack
-    assert (pack.longest, pack.tokens) == (longest, tokens)
+    assert (pack.longest, pack.tokens, pack.has_half) == (longest, tokens, tokens != 4480)
 
 
 def test_micro_batches_of_the_longest_sequences_are_counted():
