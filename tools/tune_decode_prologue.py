@@ -23,11 +23,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from qerl_kernels.decode_prologue import cases, config
+from qerl_kernels.gpu import H200
 from qerl_kernels.kernel_times import kernel_medians, profiled
 from record import add_commit, meta
 
 CALLS, SKIPPED = 24, 4  # calls of a configuration; the first ones are not counted
-FIELDS = ("token_tiles", "column_splits", "k_splits", "warps", "prefetch")
+FIELDS = ("cluster", "token_tiles", "column_splits", "k_splits", "warps", "prefetch")
 SETS = 4  # sets of arguments, in turn
 FLUSH_FLOATS = 40_000_000
 
@@ -59,7 +60,7 @@ def spec_of(case: str, m: int, rank: int, partials: bool) -> config.PrologueSpec
     return config.PrologueSpec(kind, m, features, ranks, eps=1e-6 if norm else 0.0, residual=norm, partials=partials)
 
 
-def wanted(names: list[str], tokens: list[int], rank: int, most: int) -> list[Trial]:
+def wanted(names: list[str], tokens: list[int], rank: int, most: int, clusters: list[int]) -> list[Trial]:
     """The configurations to be timed: for each prologue, those that the model puts first."""
     found = []
     for case in names:
@@ -68,8 +69,10 @@ def wanted(names: list[str], tokens: list[int], rank: int, most: int) -> list[Tr
         for m in tokens:
             for with_rank, partials in kinds:
                 spec = spec_of(case, m, with_rank, partials)
-                every = sorted(config.candidate_configs(spec), key=functools.partial(config.predicted_us, spec))
-                found += [Trial(case, m, with_rank, partials, each) for each in every[:most]]
+                for cluster in clusters or [config.cluster_of(spec, H200)]:
+                    every = config.candidate_configs(spec, cluster=cluster)
+                    every = sorted(every, key=functools.partial(config.predicted_us, spec))
+                    found += [Trial(case, m, with_rank, partials, each) for each in every[:most]]
     return found
 
 
@@ -137,11 +140,12 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=[8, 16, 32, 64, 96, 128])
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--most", type=int, default=9, help="configurations of a prologue")
+    parser.add_argument("--clusters", nargs="*", type=int, help="CTAs of a cluster; without: those that decode takes")
     add_commit(parser)
     default = pathlib.Path("tools/results/nvidia-h200/decode_prologue_configs.json")
     parser.add_argument("--out", type=pathlib.Path, default=default)
     args = parser.parse_args()
-    trials = wanted(args.cases, args.tokens, args.rank, args.most)
+    trials = wanted(args.cases, args.tokens, args.rank, args.most, args.clusters)
     times = durations(trials)
     rows = [{**trial.row(), "us": round(us, 2)} for trial, us in zip(trials, times, strict=True)]
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ SMEM_BYTES = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110
 # Clusters, by their number of CTAs, that an H200 holds at a time with one CTA an SM, as its driver says
 # (cuOccupancyMaxActiveClusters). A cluster lies within one GPC, so that clusters of three, four or sixteen CTAs leave
 # some SMs idle.
-H200_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 16: 7}
+H200_CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 8: 15, 16: 7}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ KINDS = {"rms_norm_prologue": "norm", "silu_mul_prologue": "silu", "lora_prologu
 
 def max_tokens() -> int:
     """Tokens up to which the kernels are faster than XLA on this GPU: with clusters, two waves of them at most."""
-    return 128 if config.cluster_of(dispatch.this_gpu()) == 1 else 256
+    return 256 if config.has_clusters(dispatch.this_gpu()) else 128
 
 
 def rms_norm_prologue(
@@ -63,7 +63,7 @@ def rms_norm_prologue(
       ValueError: the ranks do not sum to the columns of A, or the implementation asked for cannot run here.
     """
     is_kernel = _choose("rms_norm_prologue", x, dtype, a, ranks, implementation) == "mosaic_gpu"
-    if not is_kernel or config.cluster_of(dispatch.this_gpu()) == 1:
+    if not is_kernel or not config.has_clusters(dispatch.this_gpu()):
         s = x if delta is None else x + delta
         y = ops.rms_norm(s, weight, eps, dtype)
         if is_kernel and a is not None:

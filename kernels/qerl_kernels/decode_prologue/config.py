@@ -12,7 +12,9 @@ from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 K_TILE = 32  # features that a warp takes at a time
 TOKEN_TILE = 8  # tokens of one `mma.m16n8k16`
 # CTAs of a cluster: twice the portable size; faster than 8 up to 32 tokens (tools/results/notes/decode-prologue.md).
+# With no more features than these 8 are faster, for nearly any number of tokens.
 CLUSTER = 16
+HALF_CLUSTER_FEATURES = {"norm": 1536, "plain": 1536, "silu": 8960}
 MAX_K_SPLITS = 16  # of clusters of one CTA: the GEMM reads every partial
 MAX_TOKEN_TILES = 4
 MIN_K_TILES = 4  # a CTA under split-K: fewer gain nothing, one warp takes one k-tile
@@ -81,14 +83,16 @@ class PrologueConfig:
         return -(-tokens // (TOKEN_TILE * self.token_tiles)) * self.column_splits * self.k_splits
 
 
-def cluster_of(gpu: Gpu) -> int:
-    """CTAs of a cluster on this GPU. With one, no sum crosses CTAs: it takes no norm."""
-    return CLUSTER if gpu.resident_clusters(CLUSTER) else 1
+def has_clusters(gpu: Gpu) -> bool:
+    """Whether a cluster has several CTAs on this GPU. Otherwise no sum crosses CTAs: it takes no norm."""
+    return gpu.resident_clusters(CLUSTER) > 0
 
 
-def max_clusters(gpu: Gpu) -> int:
-    """Clusters beyond so many wait for the wave before."""
-    return gpu.resident_clusters(cluster_of(gpu))
+def cluster_of(spec: PrologueSpec, gpu: Gpu) -> int:
+    """CTAs of a cluster. It depends on no number of tokens, because the order of sums depends on it."""
+    if not has_clusters(gpu):
+        return 1
+    return CLUSTER // 2 if spec.features <= HALF_CLUSTER_FEATURES[spec.kind] else CLUSTER
 
 
 def best_config(spec: PrologueSpec, gpu: Gpu = H200) -> PrologueConfig:
@@ -101,10 +105,12 @@ def best_config(spec: PrologueSpec, gpu: Gpu = H200) -> PrologueConfig:
     return min(every, key=lambda config: (round(predicted_us(spec, config, gpu), 3), config.token_tiles))
 
 
-def candidate_configs(spec: PrologueSpec, gpu: Gpu = H200) -> list[PrologueConfig]:
-    """All configurations for which a thread has enough registers and a CTA enough shared memory."""
-    cluster = cluster_of(gpu)
-    most = max_clusters(gpu) if cluster > 1 else MAX_K_SPLITS
+def candidate_configs(spec: PrologueSpec, gpu: Gpu = H200, cluster: int | None = None) -> list[PrologueConfig]:
+    """All configurations for which a thread has enough registers and a CTA enough shared memory. `cluster`: CTAs of a
+    cluster, None: `cluster_of`.
+    """
+    cluster = cluster or cluster_of(spec, gpu)
+    most = gpu.resident_clusters(cluster) if cluster > 1 else MAX_K_SPLITS
     is_split = spec.partials or (cluster == 1 and spec.kind != "norm" and not spec.columns)  # no sum crosses CTAs
     max_k_splits = -(-spec.features // K_TILE // (cluster * MIN_K_TILES)) if is_split else 1
     column_splits = [1]
@@ -141,7 +147,7 @@ def _config(
 
 
 def predicted_us(spec: PrologueSpec, config: PrologueConfig, gpu: Gpu = H200) -> float:
-    """Microseconds by a rough model, within a tenth: clusters beyond `max_clusters` wait for the wave before.
+    """Microseconds by a rough model, within a tenth: clusters beyond those that the GPU holds wait for the wave before.
 
     Where a cluster has one CTA it reads as a sixteenth of those that the terms were fitted to: not measured.
     """
@@ -154,7 +160,7 @@ def predicted_us(spec: PrologueSpec, config: PrologueConfig, gpu: Gpu = H200) ->
     )
     wave += WAVE_US if config.warps > 8 else 0
     partials = PARTIAL_US * config.k_splits if config.cluster == 1 else 0
-    return LAUNCH_US + partials + -(-config.clusters(spec.tokens) // max_clusters(gpu)) * wave
+    return LAUNCH_US + partials + -(-config.clusters(spec.tokens) // gpu.resident_clusters(config.cluster)) * wave
 
 
 def shared_bytes(spec: PrologueSpec, config: PrologueConfig) -> dict[str, int]:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from qerl_kernels.decode_prologue.config import PrologueConfig, PrologueSpec, max_clusters, shared_bytes
+from qerl_kernels.decode_prologue.config import PrologueConfig, PrologueSpec, shared_bytes
 from qerl_kernels.decode_prologue.lora import LoraProjection
 from qerl_kernels.decode_prologue.rms_norm import RmsNorm
 from qerl_kernels.decode_prologue.thread import Thread, Words
@@ -142,7 +142,7 @@ def emit(
     # is waited for together with all others; without the branch the assembler waits for x before it issues the other
     # loads.) And where clusters share SMs, registers are worth more than early loads.
     is_small = norm and (config.token_tiles == 1 or thread.columns <= FEW_COLUMNS)
-    is_crowded = config.clusters(spec.tokens) > max_clusters(gpu)
+    is_crowded = config.clusters(spec.tokens) > gpu.resident_clusters(config.cluster)
     with contextlib.nullcontext() if is_small or is_crowded or not is_cluster else _opaque_branch(thread):
         if norm:
             _finish_norm(norm, lora, rows, fetched, a)
