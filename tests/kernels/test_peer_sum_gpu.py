@@ -63,7 +63,8 @@ def test_bits(rows, features):
 
 def test_rollouts_are_those_with_sums_by_xla(monkeypatch):
     """Slots are filled again and compacted on the way, two rollouts in one process. Not by bits: XLA leaves out the
-    rounding of the sum in front of the final norm.
+    rounding of the sum in front of the final norm. Where a token differs, the noise of the draw, which is the same, may
+    well give equal ones behind it, of another context: a completion is compared up to there.
     """
     policy = random_policy("0.5B", "nvfp4", LoraConfig(rank=16), "mosaic_gpu", tensor_parallel=2)
     prompts = Prompts.from_lists(np.random.default_rng(0).integers(1000, size=(12, 20)).tolist())
@@ -80,6 +81,7 @@ def test_rollouts_are_those_with_sums_by_xla(monkeypatch):
     monkeypatch.setattr(api, "missing", lambda *sums: "nothing")
     jax.clear_caches()
     for found, wanted in zip(ours, rollouts(), strict=True):
-        same = np.asarray(found.tokens == wanted.tokens)
-        assert same.mean() > 0.98
+        equal = np.asarray(found.tokens == wanted.tokens)
+        same = np.logical_and.accumulate(equal, axis=1)
+        assert equal.mean() > 0.98 and same.mean() > 0.8
         np.testing.assert_allclose(np.where(same, found.logprobs, 0), np.where(same, wanted.logprobs, 0), atol=2e-2)
