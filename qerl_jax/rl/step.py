@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float32
 
-from qerl_jax.compilation import settled
+from qerl_jax.compilation import as_committed, settled
 from qerl_jax.config import Config
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.parallel import ALONE, Replicas
@@ -85,6 +85,7 @@ def grpo_step(
     batch = checked(batch, state.config)
     plan = make_update_plan(state, frozen, longest=batch.tokens.shape[1]) if plan is None else plan
     drawn = batch.tokens.shape[0] // state.config.num_generations if drawn is None else drawn
+    batch = as_committed(batch, frozen)  # of one device, where a rollout was gathered or a part of it replaced
     state, frozen, batch = settled((state, frozen, batch))
     config, dtype = state.config, frozen["embed_tokens"].dtype.name
     work = Work(

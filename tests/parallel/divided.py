@@ -139,7 +139,8 @@ def update() -> dict[str, Any]:
         lora_rank=RANK,
     )  # fmt: skip
     one, two = policies()
-    batch, after = make_batch(one.config.vocab_size, 0, ROWS), []
+    batch = jax.device_put(make_batch(one.config.vocab_size, 0, ROWS), jax.devices()[0])  # as a gathered one
+    after = []
     for policy, recomputed in ((one, 0), (two, 1)):
         state = init_state(policy, config)
         plan = make_update_plan(state, policy.frozen, longest=LENGTH)

@@ -346,12 +346,12 @@ def processes_of(launcher: int) -> dict[int, int]:
     return found
 
 
-def write_configs(root: Path) -> None:
+def write_configs(root: Path, **shape: int) -> None:
     """`one.yaml` and `two.yaml`: the same run into `one` and `two`, without a checkpoint before its end."""
     rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(16)]
     (root / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "reward.py").write_text(REWARD)
-    model = small.bf16(root / "model", num_hidden_layers=1)
+    model = small.bf16(root / "model", num_hidden_layers=1, **shape)
     for name in ("one", "two"):
         config = runs.config(
             root / name, model=str(model), weight_format=None, dataset=str(root / "problems.jsonl"), max_steps=STEPS,
@@ -428,6 +428,16 @@ def test_one_process_resumes_the_run_of_two(place, killed):
     assert train.main(["--config", str(place / "two.yaml"), "--resume", "auto"]) == 0
     assert_same_records(place / "one", place / "two", STEPS)
     assert_close_arrays(place / "one", place / "two")
+
+
+@pytest.mark.nightly
+def test_two_processes_of_two_devices_train_as_one_device(tmp_path):
+    write_configs(tmp_path, num_attention_heads=4, num_key_value_heads=2)
+    for name, flags in (("one", ()), ("two", ("--devices", "2", "--tensor-parallel-size", "2"))):
+        with runs.start(tmp_path / f"{name}.yaml", *flags, "--max-steps", "2") as process:
+            runs.finish(process)
+    assert_same_records(tmp_path / "one", tmp_path / "two", 2)
+    assert_close_arrays(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.gpu
