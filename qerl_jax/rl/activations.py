@@ -69,7 +69,8 @@ def layer_bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Conf
     Args:
       model: shape of the model, or of one device's part of it.
       itemsize: bytes of the compute dtype.
-      pack, config, xla: of the update.
+      pack: of whole micro-batches, or of the half.
+      config, xla: of the update.
     """
     d, f, t = model.hidden_size, model.intermediate_size, pack.tokens
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -77,11 +78,11 @@ def layer_bytes(model: ModelConfig, itemsize: int, pack: PackShape, config: Conf
     attention = 4 * itemsize * t * heads
     if itemsize == 2:
         rest += 4 * t * model.num_heads  # statistics of the softmax
-        calls = [(kind.tokens, flash_attention.views(kind)[1], kind.prefixes) for kind in pack.kinds()]
-        places = [(n * own, n * flash_attention.row_segments(prefixes)) for n, own, prefixes in calls]
+        segments = max(flash_attention.views(kind)[1] for kind in pack.kinds())
+        of_prefixes = flash_attention.row_segments(pack.prefixes)
         # cuDNN's, for every segment as long as a row: sums of dq in fp32, dk and dv of all query heads in bf16.
-        attention += 8 * heads * max(map(max, places))
-        attention += 4 * model.num_heads * max(map(sum, places))  # statistics by segment
+        attention += 8 * t * heads * max(segments, of_prefixes)
+        attention += 4 * model.num_heads * t * (segments + of_prefixes)  # statistics by segment
     else:
         attention += 12 * model.num_heads * pack.longest_suffix * pack.longest  # scores, weights, a gradient
     mlp = t * (itemsize * (4 * f + 2 * d) + 4 * 3 * d)

@@ -222,8 +222,11 @@ def _plan(
     xla: XlaMatmuls,
 ) -> UpdatePlan:
     """The plan of a pack that recomputes least."""
-    pack = dataclasses.replace(pack, has_half=_has_half(model, pack))
-    need, layers = layer_bytes(model, itemsize, pack, config, xla), model.num_layers
+    pack, layers = dataclasses.replace(pack, has_half=_has_half(model, pack)), model.num_layers
+    # Of wholes, and of the half, which keeps half as much: its larger share for attention takes no memory from wholes.
+    packs = filter(None, (dataclasses.replace(pack, has_half=False), pack.half()))
+    needs = [layer_bytes(model, itemsize, some, config, xla) for some in packs]
+    need = needs[0]
     limit = float("inf") if free_bytes is None else free_bytes
     # Gate and up go first: running their projection again is some 0.6 of a forward pass for 0.7 of the bytes.
     divisions = [(0, n) for n in range(layers)] + [(n, layers - n) for n in range(layers + 1)]
@@ -233,7 +236,7 @@ def _plan(
         if kept + need.head > limit and recomputed < layers:
             continue  # the peak is at least that
         plan = UpdatePlan(pack, recomputed, recomputed_gate_up, kept, 0)
-        peak = peak_bytes(plan.layers(layers), need)
+        peak = max(peak_bytes(plan.layers(layers), each) for each in needs)
         plan = dataclasses.replace(plan, working_bytes=peak - kept)
         if peak <= limit:
             return plan

@@ -20,6 +20,8 @@ from qerl_jax.config import Config
 from qerl_jax.models.linear import XlaMatmuls
 from qerl_jax.models.lora import without_adapter
 from qerl_jax.programs import calling, record, shapes_of
+from qerl_jax.rl import plan as update_plan
+from qerl_jax.rl.activations import layer_bytes, peak_bytes
 from qerl_jax.rl.checks import checked
 from qerl_jax.rl.head import inputs_of
 from qerl_jax.rl.micro_batches import PackShape, assign
@@ -408,6 +410,25 @@ def test_micro_batches_are_large_where_a_layer_is_small(tool, size, tokens):
     small = [plan_of(rows=8 * count).pack for count in (1, 2)]  # half of one would wait for the host at 0.5B
     assert [pack.half() is not None for pack in small] == [size != "0.5B", True]
     assert tokens > 4352 or plan_of(completion=2300).pack.tokens >= 4608 + 256
+
+
+@pytest.mark.parametrize(("layers", "free"), [(28, 7e9), (1, None)])
+def test_a_half_takes_no_memory_from_wholes(tool, monkeypatch, layers, free):
+    """7B, groups of 32 completions of 64 tokens: a half has room for as many as a whole, whose empty segments take more
+    of attention, but it keeps half as much. Only with one layer does it need more than wholes.
+    """
+    model = parse_config(tool("make_checkpoint").hf_config("7B"), {}, "7B")
+    model = dataclasses.replace(model, num_layers=layers)
+    config = Config(batch_size=2048, num_generations=32, max_prompt_length=1024, max_completion_length=64)
+    plan = choose_plan(model, 2, config, 2048, 1024 + 64, free)
+    need = layer_bytes(model, 2, plan.pack.half(), config, XlaMatmuls())
+    of_half, planned = peak_bytes(plan.layers(layers), need), plan.kept_bytes + plan.working_bytes
+    monkeypatch.setattr(update_plan, "_has_half", lambda model, pack: False)
+    wholes = choose_plan(model, 2, config, 2048, 1024 + 64, free)
+    assert plan.pack == dataclasses.replace(wholes.pack, has_half=True)
+    assert plan.layers(layers) == wholes.layers(layers)
+    assert planned == max(of_half, wholes.kept_bytes + wholes.working_bytes)
+    assert (of_half == planned) == (layers == 1)
 
 
 @pytest.mark.parametrize(
