@@ -127,6 +127,26 @@ def test_the_scaling_of_a_step_is_measured_and_shown(tool, micro_dir, tmp_path, 
     assert "weak, 2 devices, batch 8: rollout 1.000, update 1.000, step 1.500; " in capsys.readouterr().out
 
 
+def test_scaling_has_a_panel_for_each_case_with_all_of_its_points(tool, tmp_path, monkeypatch):
+    """NVFP4 and BF16 on one and two devices, which make 0.9 and 0.5 of one device's work a second each."""
+    bench, figures, rows = tool("bench_scaling"), [], []
+    monkeypatch.setattr(bench.plt, "close", figures.append)
+    shape = {"group": 2, "prompt_len": 8, "completion_len": 8, "lengths": "fixed", "lora_rank": 2}
+    for kind, speed in (("nvfp4", 0.9), ("bf16", 0.5)):
+        for scaling, devices, seconds in (("one", 1, 1.0), ("weak", 2, 1 / speed)):
+            case = {"model": "7b", "format": kind, "kind": scaling, "devices": devices, "batch": 4 * devices, **shape}
+            times = {f"{name}_seconds": seconds for name in bench.RATIOS}
+            rows.append({**case, **times, "each": {name: [seconds] for name in bench.RATIOS}})
+    bench.draw_curves(bench.compared(rows), tmp_path)
+    [figure] = figures
+    for axis, (name, speed) in zip(figure.axes, (("NVFP4", 0.9), ("BF16", 0.5)), strict=True):
+        assert axis.get_title() == f"7B {name}, 4 completions a GPU, fixed"
+        points = [list(curve.lines[0].get_ydata()) for curve in axis.containers]
+        assert points == [pytest.approx([1, speed])] * len(bench.RATIOS)
+        low, high = axis.get_ylim()
+        assert low <= speed < 1 <= high
+
+
 def test_stored_results_have_meta_and_flat_rows():
     for path in (ROOT / "tools" / "results").glob("*/*.json"):
         content = json.loads(path.read_text())

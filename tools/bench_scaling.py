@@ -68,6 +68,7 @@ from qerl_jax.run.rehearsal import rehearse_step
 FILE = "scaling.json"
 PHASES = ("rollout", "gather", "update", "step")
 RATIOS = ("rollout", "update", "step")  # that are compared with one device
+SHAPE = ("model", "format", "group", "prompt_len", "completion_len", "lengths", "lora_rank")  # of a case
 PARTS = ("join_seconds", "collective_seconds", "optimizer_seconds", "optimizer_alone_seconds")
 
 
@@ -281,13 +282,12 @@ def as_long(vector: jax.Array) -> jax.Array:
 
 def compared(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Each row of several devices, with that of one device beside which it stands."""
-    shape = ("model", "format", "group", "prompt_len", "completion_len", "lengths", "lora_rank")
-    alone = {(row["batch"], *map(row.get, shape)): row for row in rows if row["kind"] == "one"}
+    alone = {(row["batch"], *map(row.get, SHAPE)): row for row in rows if row["kind"] == "one"}
     found = []
     for row in rows:
         if row["kind"] in ("weak", "strong"):
             batch = row["batch"] // row["devices"] if row["kind"] == "weak" else row["batch"]
-            if base := alone.get((batch, *map(row.get, shape))):
+            if base := alone.get((batch, *map(row.get, SHAPE))):
                 found.append((row, base))
     return found
 
@@ -305,7 +305,7 @@ def show(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 def draw_curves(found: list[tuple[dict[str, Any], dict[str, Any]]], out: Path) -> None:
-    """scaling.png: a panel for each batch of weak and of strong scaling, over the number of GPUs. Bars span the single
+    """scaling.png: a panel for each case of weak and of strong scaling, over the number of GPUs. Bars span the single
     steps, against the median of one GPU.
     """
     panels: dict[tuple, list[dict[str, Any]]] = {}
@@ -313,25 +313,26 @@ def draw_curves(found: list[tuple[dict[str, Any], dict[str, Any]]], out: Path) -
         found, key=lambda pair: (pair[0]["kind"] == "strong", pair[1]["batch"], pair[0]["devices"])
     ):
         if "each" in row and "each" in base:  # not of older files
-            panels.setdefault((row["kind"], base["model"], base["lengths"], base["batch"]), [base]).append(row)
+            panels.setdefault((row["kind"], base["batch"], *map(base.get, SHAPE)), [base]).append(row)
     if not panels:
         return
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.6), layout="constrained", squeeze=False)
-    for axis, ((kind, model, lengths, batch), rows) in zip(axes[0], panels.items(), strict=True):
-        counts = [row["devices"] for row in rows]
+    for axis, ((kind, *_), rows) in zip(axes[0], panels.items(), strict=True):
+        base, counts = rows[0], [row["devices"] for row in rows]
         axis.plot(counts, np.ones(len(counts)) if kind == "weak" else counts, "k:", label="ideal")
         for name in RATIOS:
-            ratios = [rows[0][f"{name}_seconds"] / np.array(row["each"][name]) for row in rows]
+            ratios = [base[f"{name}_seconds"] / np.array(row["each"][name]) for row in rows]
             middle = [np.median(each) for each in ratios]
             spread = [[abs(m - end(each)) for m, each in zip(middle, ratios, strict=True)] for end in (np.min, np.max)]
             axis.errorbar(counts, middle, spread, marker="o", markersize=4, capsize=3, label=name)
-        axis.set_title(
-            f"{model.upper()}, {batch} completions{' a GPU' * (kind == 'weak')}, {lengths}", fontsize="medium"
-        )
+        per_gpu = " a GPU" if kind == "weak" else ""
+        model = f"{base['model']} {base['format']}".upper()
+        axis.set_title(f"{model}, {base['batch']} completions{per_gpu}, {base['lengths']}", fontsize="medium")
         axis.set_xticks(counts)
         axis.set_xlabel("GPUs")
         axis.set_ylabel("of one GPU's work a second" if kind == "weak" else "times as fast as one GPU")
-        axis.set_ylim(*((0.8, 1.05) if kind == "weak" else (0, 1.05 * counts[-1])))
+        low, high = axis.get_ylim()
+        axis.set_ylim(*((min(0.8, low), max(1.05, high)) if kind == "weak" else (0, high)))
     axes[0][0].legend(fontsize="small")
     figure.savefig(out / "scaling.png", dpi=120)
     plt.close(figure)
