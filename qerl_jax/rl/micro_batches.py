@@ -91,7 +91,7 @@ class PackShape:
         """The shape of half the tokens, all of short segments; None: there is none.
 
         It holds as many sequences as T tokens do, because the last ones are the shortest. What attention computes for
-        empty segments is about half, too: it grows with tokens and prefixes.
+        empty segments is mostly less, too: it grows with tokens and prefixes.
         """
         if not self.has_half:
             return None

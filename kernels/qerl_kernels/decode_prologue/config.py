@@ -12,7 +12,7 @@ from qerl_kernels.nvfp4_matmul.lora_input import MAX_RANK
 K_TILE = 32  # features that a warp takes at a time
 TOKEN_TILE = 8  # tokens of one `mma.m16n8k16`
 # CTAs of a cluster: twice the portable size; faster than 8 up to 32 tokens (tools/results/notes/decode-prologue.md).
-# With no more features than these 8 are faster, for nearly any number of tokens.
+# Clusters of 8 are faster up to these features, for nearly any number of tokens.
 CLUSTER = 16
 HALF_CLUSTER_FEATURES = {"norm": 1536, "plain": 1536, "silu": 8960}
 MAX_K_SPLITS = 16  # of clusters of one CTA: the GEMM reads every partial
@@ -89,7 +89,7 @@ def has_clusters(gpu: Gpu) -> bool:
 
 
 def cluster_of(spec: PrologueSpec, gpu: Gpu) -> int:
-    """CTAs of a cluster. It depends on no number of tokens, because the order of sums depends on it."""
+    """CTAs of a cluster. The same for any number of tokens: it fixes the order of sums."""
     if not has_clusters(gpu):
         return 1
     return CLUSTER // 2 if spec.features <= HALF_CLUSTER_FEATURES[spec.kind] else CLUSTER
