@@ -48,7 +48,8 @@ def operations(program: str) -> dict[str, list[str]]:
     body = re.search(r"body=%([\w.]+)", program).group(1)
     text = re.search(rf"\n%{re.escape(body)} .*?\n}}", program, re.DOTALL).group(0)
     found = collections.defaultdict(list)
-    for shape, name in re.findall(r" = (\(.*?\)|\S+) ([\w\-]+)\(", text):
+    # From the line's start: a kernel's bytes, which are in a line too, may look like an operation.
+    for shape, name in re.findall(r"^ +(?:ROOT )?%[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(", text, re.MULTILINE):
         if name not in ("parameter", "get-tuple-element", "tuple", "bitcast", "constant"):
             found[name].append(shape)
     return found
