@@ -140,6 +140,13 @@ def test_every_norm_and_key_has_noise_of_its_own(policy):
         np.testing.assert_allclose(noises[i], 0.1 * drawn, atol=1e-6)
 
 
+def test_norms_of_several_widths_have_the_draws_of_their_own_places():
+    norms = [jnp.full(width, 2.0) for width in (3, 5, 3, 5)]
+    for i, (noisy, clean) in enumerate(zip(aqn.perturb(norms, 0.1, KEY), norms, strict=True)):
+        drawn = jax.random.normal(jax.random.fold_in(KEY, i), clean.shape)
+        np.testing.assert_allclose(noisy, clean + 0.1 * drawn, atol=1e-6)
+
+
 def test_weights_that_are_not_fp32_are_refused(policy):
     rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16), policy.norms)
     with pytest.raises(ValueError, match="bfloat16"):

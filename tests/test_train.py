@@ -227,6 +227,8 @@ def test_a_curriculum_by_a_column(tmp_path):
     prepare.say_left_out(dataclasses.replace(few, max_steps=4), len(stream), console)
     assert console.export_text(clear=False).count("leave out") == 1
     assert "data_order level: the 4 problems begin anew in step 2\n" in console.export_text(clear=False)
+    prepare.say_left_out(dataclasses.replace(few, batch_size=16, max_steps=6), len(stream), console)
+    assert "data_order level: the 4 problems begin anew in step 3\n" in console.export_text(clear=False)
     prepare.say_left_out(dataclasses.replace(few, batch_size=32), len(stream), console)
     assert "more than once" not in console.export_text(clear=False)
     prepare.say_left_out(dataclasses.replace(few, batch_size=40), len(stream), console)

@@ -16,7 +16,7 @@ from oracles import torch_qwen2
 
 from qerl_jax.checkpoint import safetensors as st
 from qerl_jax.checkpoint.adapter import export_adapter, import_adapter, write_adapter
-from qerl_jax.checkpoint.adapter_reader import AdapterReader
+from qerl_jax.checkpoint.adapter_reader import AdapterReader, trained_base, trained_format
 from qerl_jax.checkpoint.hf_config import model_config
 from qerl_jax.checkpoint.load import load_policy
 from qerl_jax.checkpoint.peft_config import adapter_config
@@ -35,7 +35,7 @@ def trained(directory: Path, lora: LoraConfig) -> Policy:
 
 CONFIGS = [
     LoraConfig(3),
-    LoraConfig(4, 10.0, use_rslora=True),
+    LoraConfig(4, 10.0, use_rslora=True, dropout=0.25),
     LoraConfig(2, 3.0, target_modules=("q_proj", "v_proj")),
     LoraConfig(2, 1.0, target_modules=("k_proj", "o_proj", "up_proj", "down_proj")),
 ]
@@ -57,13 +57,29 @@ def test_export_loads_in_peft_and_gives_the_same_logits(micro_dir, tmp_path, lor
 
 
 def test_an_export_names_its_base_model(micro_dir, tmp_path):
-    policy = trained(micro_dir, CONFIGS[2])
-    for given, expected in ((None, str(micro_dir)), ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B")):
-        export_adapter(policy, tmp_path / "out", base_model=given)
+    """And its fingerprint: by default the directory's, which may have changed since a run began on it."""
+    policy, own, given = trained(micro_dir, CONFIGS[2]), st.model_fingerprint(micro_dir), ("Qwen/Qwen2.5-7B", "0a1b")
+    for base, fingerprint in ((None, None), given):
+        export_adapter(policy, tmp_path / "out", base_model=base, fingerprint=fingerprint)
         config = json.loads((tmp_path / "out/adapter_config.json").read_text())
-        assert config["base_model_name_or_path"] == expected
+        assert config["base_model_name_or_path"] == (base or str(micro_dir))
+        assert trained_base(tmp_path / "out") == (fingerprint or own)
     with pytest.raises(ValueError, match="base_model"):
         export_adapter(policy.replace(source=None), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("head", "text", "found"),
+    [
+        ("weight_format: nvfp4\nlicense: mit\n", "", "nvfp4"),
+        ("license: mit\nweight_format: nf4\n", "weight_format: nvfp4\n", "nf4"),
+        ("license: mit\n", "weight_format: nvfp4\n", None),
+        ("weight_format: gptq\n", "", None),
+    ],
+)
+def test_the_format_of_the_weights_is_read_of_the_cards_head_alone(tmp_path, head, text, found):
+    (tmp_path / "README.md").write_text(f"---\n{head}---\nAn adapter.\n{text}")
+    assert trained_format(tmp_path) == found
 
 
 @pytest.mark.parametrize("lora", CONFIGS[1:3], ids=["rs", "q-v"])
@@ -174,7 +190,9 @@ def test_an_adapter_with_one_kind_of_norm_is_written_with_that_alone(micro_dir, 
         ({"peft_type": "LOHA"}, ("peft_type", "LOHA")),
         ({"bias": "all"}, ("bias", "all")),
         ({"a_key_of_tomorrow": 3}, ("a_key_of_tomorrow", "3")),
+        ({"layers_to_transform": 0}, ("layers_to_transform", "0")),  # the first layer alone
         ({"init_lora_weights": "pissa_niter_16"}, ("init_lora_weights", "pissa_niter_16")),
+        ({"init_lora_weights": "OLoRA"}, ("init_lora_weights", "OLoRA")),
         ({"target_modules": ["q_proj", "lm_head"]}, ("target_modules", "lm_head")),
         ({"modules_to_save": ["embed_tokens"]}, ("modules_to_save", "embed_tokens")),
         ({"r": "8"}, ("r ", "'8'")),

@@ -137,11 +137,15 @@ def test_merged_from_an_nvfp4_base(tmp_path, scheme):
     small.change_tensors(base, lambda tensors: tensors.update(dict.fromkeys(unused, np.ones(1, np.float32))))
     (base / "hf_quant_config.json").write_text("{}")
     (base / "README.md").write_text("the base's")
+    config = json.loads((base / "config.json").read_text())
+    config.pop("dtype", None)
+    small.write_json(base / "config.json", config | {"torch_dtype": "float16"})  # as transformers 4 names it
     policy, out = trained(base, ALL), tmp_path / "out"
     export(stored(policy, tmp_path / "adapter"), out, "merged", str(base))
     values = {name: value for name, value in with_biases(scheme, base).items() if name not in unused}
     assert_rounded_once(st.open_checkpoint(out), exact(policy, values))
-    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    written = json.loads((out / "config.json").read_text())
+    assert written["torch_dtype"] == "bfloat16" and not {"quantization_config", "dtype"} & written.keys()
     assert not (out / "hf_quant_config.json").exists() and not (out / "README.md").exists()
     assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)

@@ -26,7 +26,7 @@ from qerl_jax.programs import calling, record
 from qerl_jax.rl import optimizer
 from qerl_jax.rl import state as rl_state
 from qerl_jax.rl.adamw import learning_rate, make_optimizer
-from qerl_jax.rl.metrics import empty_sums
+from qerl_jax.rl.metrics import add_sums, empty_sums, mean_metrics, over_updates, token_sums
 from qerl_jax.rl.reduction import checksums, flat_parts, in_one_vector
 from qerl_jax.rl.state import init_state, trained_trees
 from qerl_jax.rl.step import grpo_step
@@ -409,3 +409,35 @@ def test_learning_rate_in_closed_form(kind):
             u = (count - 4) / 36
             expected = {"cosine": 1 + math.cos(math.pi * u), "linear": 2 * (1 - u), "constant": 2.0}[kind]
         assert float(schedule(count)) == pytest.approx(expected, abs=1e-6), count
+
+
+def test_metrics_of_micro_batches_and_updates_by_hand():
+    """Two micro-batches, of two tokens and of one. Nothing outside of their masks counts, NaN included; clip ratios are
+    over all six tokens in the loss.
+    """
+    masks = [[True, True, False]], [[False, True, False]]
+    mismatch, importance = ([[-1, 2, 9]], [[9, 0.5, np.nan]]), ([[0.5, 2, np.nan]], [[0.1, 4, 9]])
+    entropy, clipped = ([[1, 2, 9]], [[9, 6, 9]]), ([[1, 0, 1]], [[1, 1, 1]])
+    own = []
+    for mask, *arrays in zip(masks, mismatch, importance, entropy, clipped, strict=True):
+        gap, ratio, spread, clip = (jnp.asarray(array, jnp.float32) for array in arrays)
+        values = {"sampling/mismatch": gap, "sampling/importance": ratio, "clip_ratio/low_mean": clip}
+        own.append(token_sums(jnp.float32(0.25), jnp.asarray(mask), spread, values))
+    sums = empty_sums(own[0]) | {"tokens": jnp.float32(6)}
+    found = mean_metrics(add_sums(add_sums(sums, own[0]), own[1]))
+    gaps = np.array([-1, 2, 0.5])
+    of_sampling = {
+        "sampling_logp_difference/mean": 3.5 / 3,
+        "sampling_logp_difference/max": 2,
+        "kl": np.mean(np.exp(gaps) - 1 - gaps),
+        "token_mult_prob_error": np.mean(np.exp(np.abs(gaps))),
+        "importance_sampling_ratio/mean": 6.5 / 3,
+        "importance_sampling_ratio/min": 0.5,
+        "importance_sampling_ratio/max": 4,
+    }
+    wanted = {"loss": 0.5, "tokens": 6, "trained_tokens": 3, "entropy": 3, "clip_ratio/low_mean": 2 / 6}
+    wanted |= {f"sampling/{name}": value for name, value in of_sampling.items()}
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+    twice = over_updates([dict.fromkeys(("a/min", "a/max", "a", "skipped"), jnp.float32(i)) for i in (1, 4)])
+    assert twice == {"a/min": 1, "a/max": 4, "a": 2.5, "skipped": 5}

@@ -73,7 +73,9 @@ def test_weights_are_packed_where_the_gpu_that_is_asked_about_has_kernels(monkey
 
 def test_the_parameter_table_says_where_noise_is_added():
     noise = {"sigma_start": 1e-2, "sigma_end": 5e-4}
-    for changes, wanted in ((noise, "frozen, noise is added"), ({}, "frozen"), ({"train_norms": True}, "trained")):
+    linear = {"sigma_start": 1e-2, "noise_schedule": "linear"}  # to 0
+    added = "frozen, noise is added"
+    for changes, wanted in ((noise, added), (linear, added), ({}, "frozen"), ({"train_norms": True}, "trained")):
         names = [row.name for row in memory_report(Config(model="tiny", **changes)).parameters]
         assert [name for name in names if name.startswith("layer norms")] == [f"layer norms ({wanted})"]
 
@@ -126,7 +128,7 @@ def test_a_model_that_does_not_fit_a_gpu_is_told_over_how_many_it_does():
         memory.refuse_oversized(config, 7e9)
     assert not memory.run_fits(config, 141e9, 1, 3)  # which divides no 4 key/value heads
     memory.refuse_oversized(config, 141e9, 3, 1)
-    with pytest.raises(ConfigError, match="tensor_parallel_size 3 does not divide"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 3 does not divide.*--tensor-parallel-size 4$"):
         memory.refuse_oversized(config, 141e9, 1, 3)
     undivided = dataclasses.replace(config, batch_invariant=True)  # but over two, and with any number of processes
     for fits in (memory.run_fits, memory.evaluation_fits):
@@ -146,15 +148,22 @@ def test_processes_need_memory_for_their_own_completions():
     memory.refuse_oversized(config, 20e9, 2)
     policy, state = abstract_run(config)  # beside which so much is free once it is there
     config = dataclasses.replace(config, max_prompt_length=512)
-    prefills = [memory.estimate_memory(policy, state, config, None, count).rollout.prefill for count in (1, 16)]
+    of_one, of_three, of_sixteen = (
+        memory.estimate_memory(policy, state, config, None, count).rollout for count in (1, 3, 16)
+    )
+    prefills = [rollout.prefill for rollout in (of_one, of_sixteen)]
     assert prefills == [prefill_bytes(policy, prompts, 512, False) for prompts in (16, 1)]
     assert prefills[0] > prefills[1]
+    assert of_three.sequences == 6 * 8  # of the first of three, which have 6, 5 and 5 prompts
     refuse_rollout(policy, state.config, Replicas(1, 2), 10_000_000_000)
     with pytest.raises(ValueError, match="cannot hold 128 completions"):
         refuse_rollout(policy, state.config, Replicas(), 10_000_000_000)
     # Each of eight GPUs of 7 GB holds an eighth of them beside a quarter of the layers, not beside half of them.
     with pytest.raises(ConfigError, match=r"need 1\.95 GB; .*--tensor-parallel-size 4$"):
         memory.refuse_oversized(config, 7e9, 4, 2)
+    # Two GPUs of 12 GB hold half of them each, one pair all, a quarter of the heads all.
+    with pytest.raises(ConfigError, match=r"need 7\.82 GB; .*--tensor-parallel-size 4$"):
+        memory.refuse_oversized(config, 12e9, 2)
 
 
 def test_an_evaluation_fits_with_few_completions_at_a_time(tmp_path):
