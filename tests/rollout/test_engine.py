@@ -20,7 +20,7 @@ from qerl_jax.compilation import CompilationCounter
 from qerl_jax.config import FREE_ON_RESUME
 from qerl_jax.programs import calling
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.engine import _Decoder, generate
+from qerl_jax.rollout.engine import _Decoder, check_positions, generate
 from qerl_jax.rollout.shapes import RolloutShapes, choose_shapes, prefill_bytes
 from qerl_jax.types import Engine, FinishReason, Policy, Prompts, Rollout, Sampling, completion_ids
 
@@ -447,6 +447,7 @@ def test_errors_name_the_numbers(policy):
             Engine(**changes)
     with pytest.raises(ValueError, match=r"5 tokens and 124 new ones exceed.*max_position_embeddings 128"):
         generate(policy, PROMPTS, Sampling(124), KEY)
+    check_positions(policy.config, 5, 123)  # which fill them all
     for prompts, message in (([], "no prompts"), ([[1], []], "prompt 1 is empty")):
         with pytest.raises(ValueError, match=message):
             generate(policy, prompts, FREE, KEY)
