@@ -242,6 +242,7 @@ def test_an_adapter_of_another_shape_than_asked_for(exported, micro_dir):
         (LoraConfig(3, target_modules=parts), "lora_rank 2, not 3; lora_alpha 2, not 3"),
         (LoraConfig(2), f"lora_target_modules q_proj v_proj, not {' '.join(PROJECTIONS)}"),
         (LoraConfig(2, 7.0, target_modules=parts), "lora_alpha 2, not 7"),
+        (LoraConfig(2, use_rslora=True, target_modules=parts), "use_rslora False, not True"),
     ):
         with pytest.raises(ValueError, match=rf"adapter_config\.json has {differs}: set it as the adapter has it"):
             load_policy(micro_dir, dtype=jnp.float32, lora=lora, adapter=exported)
