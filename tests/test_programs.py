@@ -197,7 +197,9 @@ def test_what_the_weights_decide_is_compiled_after_them(tmp_path):
     config, known = config_of(tmp_path), {}
     before = names_of(record(rehearse_run, config, Hooks(), None, known=known))
     policy = committed(prepare.load(config))
-    more = record(rehearse_step, config, Hooks(), policy, init_state(policy, config), None, known=known)
+    state = init_state(policy, config)
+    plan = make_update_plan(state, policy.frozen)
+    more = record(rehearse_step, config, Hooks(), policy, state, plan, known=known)
     assert set(names_of(more)) == {"cast_lora", "prefill_layer", "decode_chunk", "forward_and_keep", "backward"}
     assert len(more) < len(before)
 

@@ -73,19 +73,22 @@ class PackShape:
     def holding(self, segment: int) -> PackShape:
         """The shape of a whole micro-batch whose longest segment has so many tokens: of two, unless all are short."""
         if self.short is None:
-            return dataclasses.replace(self, has_half=False)
+            return self.wholes()
         longest = self.short if segment <= self.short else self.longest_segment
         prefix, suffix = min(self.longest_prefix, longest), min(self.longest_suffix, longest)
         return dataclasses.replace(
-            self,
+            self.wholes(),
             suffixes=self.most_suffixes(segment),
             longest=min(self.longest, prefix + suffix),
             longest_prefix=prefix,
             longest_suffix=suffix,
             short=None,
             suffixes_beside_long=None,
-            has_half=False,
         )
+
+    def wholes(self) -> PackShape:
+        """The shape of whole micro-batches alone."""
+        return dataclasses.replace(self, has_half=False)
 
     def half(self) -> PackShape | None:
         """The shape of half the tokens, all of short segments; None: there is none.

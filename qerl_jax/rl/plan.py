@@ -224,8 +224,7 @@ def _plan(
     """The plan of a pack that recomputes least."""
     pack, layers = dataclasses.replace(pack, has_half=_has_half(model, pack)), model.num_layers
     # Of wholes, and of the half, which keeps half as much: its larger share for attention takes no memory from wholes.
-    packs = filter(None, (dataclasses.replace(pack, has_half=False), pack.half()))
-    needs = [layer_bytes(model, itemsize, some, config, xla) for some in packs]
+    needs = [layer_bytes(model, itemsize, some, config, xla) for some in (pack.wholes(), pack.half()) if some]
     need = needs[0]
     limit = float("inf") if free_bytes is None else free_bytes
     # Gate and up go first: running their projection again is some 0.6 of a forward pass for 0.7 of the bytes.

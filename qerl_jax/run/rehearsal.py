@@ -35,7 +35,7 @@ def rehearse_step(
     hooks: Hooks,
     policy: Policy,
     state: TrainState,
-    plan: UpdatePlan | None,
+    plan: UpdatePlan,
     replicas: Replicas = ALONE,
 ) -> None:
     """The calls of programs in `train.train_step`, for `programs.record`.
@@ -60,8 +60,7 @@ def rehearse_step(
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     batch = make_batch(rollout, advantages, rewards, config.mask_truncated_completions)
     own = {"token_loss": hooks.token_loss, "with_reference": hooks.with_reference}
-    plan = make_update_plan(state, policy.frozen) if plan is None else plan
-    wholes = dataclasses.replace(plan, pack=dataclasses.replace(plan.pack, has_half=False))
+    wholes = dataclasses.replace(plan, pack=plan.pack.wholes())
     for each in dict.fromkeys((wholes, plan)):  # not every update has halves: their programs come last
         after, _ = grpo_step(state, policy.frozen, batch, each, replicas=replicas, **own)
         check_same_state(replicas, after)

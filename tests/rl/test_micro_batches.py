@@ -133,7 +133,7 @@ def test_halves_hold_the_last_round_and_make_no_more_rounds():
         prompt_lengths = rng.integers(1, 16, 9)[prompts]
         lengths = np.where(rng.random(30) < 0.2, 0, prompt_lengths + rng.integers(0, 25, 30))
         arguments = lengths, prompt_lengths, prompts
-        found, wholes = (divide(*arguments, each, replicas) for each in (shape, replace(shape, has_half=False)))
+        found, wholes = (divide(*arguments, each, replicas) for each in (shape, shape.wholes()))
         found_rows, whole_rows = ([members(some.assignment.rows) for some in each] for each in (found, wholes))
         assert whole_rows == [members(rows) for rows in assign(*arguments, shape).rows]
         assert sorted(itertools.chain(*found_rows)) == np.flatnonzero(lengths).tolist()
