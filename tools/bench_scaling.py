@@ -170,7 +170,7 @@ def measure(
         dtype=policy.dtype.name,
     )
     rng = np.random.default_rng(0)
-    prompts, limits = draw(argparse.Namespace(**vars(args), batch=drawn), policy.config.vocab_size, rng)
+    prompts, limits = draw(args, drawn, policy.config.vocab_size, rng)
     tokens, sizes = (np.repeat(array, copies, axis=0) for array in (prompts.tokens, prompts.lengths))
     prompts = Prompts(tokens, sizes, np.arange(len(sizes), dtype=np.int32))
     limits = np.repeat(limits.reshape(-1, args.group), copies, axis=0).ravel()
@@ -256,16 +256,15 @@ def measure(
     slowest, fastest = np.max(steps, axis=0), np.min(steps, axis=0)
     seconds = {f"{name}_seconds": float(np.median(slowest[:, i])) for i, name in enumerate(PHASES)}
     seconds["gather_seconds"] = float(np.median(fastest[:, PHASES.index("gather")]))
-    lengths = {name: getattr(args, name) for name in ("group", "prompt_len", "completion_len", "lengths", "lora_rank")}
     return {
         "model": args.size.lower(),
         "format": args.format,
         "kind": kind,
         "devices": replicas.count,
         "batch": batch,
-        **lengths,
+        **{name: getattr(args, name) for name in SHAPE[2:]},
         "tokens_per_micro_batch": plan.pack.tokens,
-        "each": {name: slowest[:, i].tolist() for i, name in enumerate(PHASES) if name in RATIOS},
+        "each": {name: slowest[:, PHASES.index(name)].tolist() for name in RATIOS},
         "seconds": seconds["step_seconds"],
         **seconds,
         **(sum_of_gradients() if replicas.count > 1 else {"all_reduce_seconds": 0.0}),

@@ -113,7 +113,7 @@ def main() -> None:
         logprob_chunk_size=args.logprob_chunk_size,
     )
     rng = np.random.default_rng(0)
-    prompts, limits = draw(args, policy.config.vocab_size, rng)
+    prompts, limits = draw(args, args.batch, policy.config.vocab_size, rng)
     sampled, rollout_compile, rollout_seconds = roll_out(args, policy, config, prompts, limits)
     rollout_peak = peak_bytes()
     rewards = rng.random(args.batch).astype(np.float32)
@@ -214,13 +214,13 @@ def main() -> None:
             print(f"{sum(times):9.2f} ms {len(times):6} calls {1e3 * statistics.median(times):9.1f} us  {name[:100]}")
 
 
-def draw(args: argparse.Namespace, vocab_size: int, rng: np.random.Generator) -> tuple[Prompts, np.ndarray]:
-    """Prompts, and the length of each completion."""
-    count = args.batch // args.group
-    lengths, limits = np.full(count, args.prompt_len), np.full(args.batch, args.completion_len)
+def draw(args: argparse.Namespace, batch: int, vocab_size: int, rng: np.random.Generator) -> tuple[Prompts, np.ndarray]:
+    """Prompts of `batch` completions, and the length of each of these."""
+    count = batch // args.group
+    lengths, limits = np.full(count, args.prompt_len), np.full(batch, args.completion_len)
     if args.lengths == "gsm8k":
         lengths = np.clip(rng.lognormal(math.log(120), 0.35, count), 16, args.prompt_len).astype(int)
-        limits = np.clip(rng.lognormal(math.log(210), 0.45, args.batch), 16, args.completion_len).astype(int)
+        limits = np.clip(rng.lognormal(math.log(210), 0.45, batch), 16, args.completion_len).astype(int)
     tokens = [rng.integers(0, vocab_size, length).tolist() for length in lengths]
     return Prompts.from_lists(tokens, length=args.prompt_len), limits
 

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from qerl_kernels.decode_prologue import cases, config
-from qerl_kernels.gpu import H200
 from qerl_kernels.kernel_times import kernel_medians, profiled
 from record import add_commit, meta
 
@@ -60,7 +59,7 @@ def spec_of(case: str, m: int, rank: int, partials: bool) -> config.PrologueSpec
     return config.PrologueSpec(kind, m, features, ranks, eps=1e-6 if norm else 0.0, residual=norm, partials=partials)
 
 
-def wanted(names: list[str], tokens: list[int], rank: int, most: int, clusters: list[int]) -> list[Trial]:
+def wanted(names: list[str], tokens: list[int], rank: int, most: int, clusters: list[int] | None) -> list[Trial]:
     """The configurations to be timed: for each prologue, those that the model puts first."""
     found = []
     for case in names:
@@ -69,7 +68,7 @@ def wanted(names: list[str], tokens: list[int], rank: int, most: int, clusters: 
         for m in tokens:
             for with_rank, partials in kinds:
                 spec = spec_of(case, m, with_rank, partials)
-                for cluster in clusters or [config.cluster_of(spec, H200)]:
+                for cluster in clusters or [None]:
                     every = config.candidate_configs(spec, cluster=cluster)
                     every = sorted(every, key=functools.partial(config.predicted_us, spec))
                     found += [Trial(case, m, with_rank, partials, each) for each in every[:most]]

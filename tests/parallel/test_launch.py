@@ -430,14 +430,21 @@ def test_one_process_resumes_the_run_of_two(place, killed):
     assert_close_arrays(place / "one", place / "two")
 
 
+def train_both(root: Path, steps: int, one: tuple, two: tuple, **environment: str) -> list[str]:
+    """What the runs `one` and `two` print with these flags; they are the same run."""
+    printed = []
+    for name, flags in (("one", one), ("two", two)):
+        with runs.start(root / f"{name}.yaml", *flags, "--max-steps", str(steps), **environment) as process:
+            printed.append(runs.finish(process))
+    assert_same_records(root / "one", root / "two", steps)
+    assert_close_arrays(root / "one", root / "two")
+    return printed
+
+
 @pytest.mark.nightly
 def test_two_processes_of_two_devices_train_as_one_device(tmp_path):
     write_configs(tmp_path, num_attention_heads=4, num_key_value_heads=2)
-    for name, flags in (("one", ()), ("two", ("--devices", "2", "--tensor-parallel-size", "2"))):
-        with runs.start(tmp_path / f"{name}.yaml", *flags, "--max-steps", "2") as process:
-            runs.finish(process)
-    assert_same_records(tmp_path / "one", tmp_path / "two", 2)
-    assert_close_arrays(tmp_path / "one", tmp_path / "two")
+    train_both(tmp_path, 2, (), ("--devices", "2", "--tensor-parallel-size", "2"))
 
 
 @pytest.mark.gpu
@@ -446,12 +453,8 @@ def test_two_gpus_train_as_one(tmp_path):
         pytest.skip(f"needs two GPUs, this machine has {len(driver.gpus())}")
     write_configs(tmp_path)
     beside = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # what this process has taken
-    for name, count in (("one", "1"), ("two", "2")):
-        flags = "--devices", count, "--batch-invariant", "--max-steps", "3"
-        with runs.start(tmp_path / f"{name}.yaml", *flags, **beside) as process:
-            assert ("2 of" in runs.finish(process)) == (name == "two")
-    assert_same_records(tmp_path / "one", tmp_path / "two", 3)
-    assert_close_arrays(tmp_path / "one", tmp_path / "two")
+    one, two = (("--devices", count, "--batch-invariant") for count in ("1", "2"))
+    assert ["2 of" in printed for printed in train_both(tmp_path, 3, one, two, **beside)] == [False, True]
 
 
 def test_a_free_port_is_none_that_a_connection_gets_or_another_holds():
