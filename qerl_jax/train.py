@@ -141,6 +141,7 @@ def train_step(run: Run, recorder: Recorder, state: TrainState) -> TrainState:
     rewards = jnp.asarray(experience.rewards)
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     batch = make_batch(experience.rollout, advantages, rewards, config.mask_truncated_completions)
+    recorder.write_completions(int(state.step) + 1, experience, advantages)
 
     with recorder.phases("update"):
         own = {"drawn": experience.drawn, "token_loss": hooks.token_loss, "with_reference": hooks.with_reference}
@@ -165,6 +166,7 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
     # log-probabilities under noise travel in `batch.logprobs`, for the weight that corrects the mismatch.
     noise_key = keys.for_step(config.seed, keys.Purpose.AQN, int(state.step))
     noisy = run.hooks.noisy(state.norms, sigma, noise_key)
+    perturbed = aqn.count_perturbed(state.norms, noisy)  # counted on the device before it samples
     actor = run.policy.replace(norms=noisy, lora=state.lora)
     step_key = keys.for_step(config.seed, keys.Purpose.SAMPLE, int(state.step))
     engine = within(run.plan, config.engine).replace(prompts=run.replicas.largest_share(config.num_prompts))
@@ -191,7 +193,7 @@ def collect_experience(run: Run, phases: Phases, state: TrainState, sigma: float
         if not equal.any():
             break
         count = refill_size(equal, drawn)
-    return dataclasses.replace(experience, perturbed=int(aqn.count_perturbed(state.norms, noisy)))
+    return dataclasses.replace(experience, perturbed=int(perturbed))
 
 
 @dataclasses.dataclass(frozen=True)

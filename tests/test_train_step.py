@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow.parquet
 import pytest
 import runs
 import small
@@ -130,6 +131,7 @@ def step(tmp_path, monkeypatch):
     run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [], hooks, PLAN)
     recorder = object.__new__(Recorder)
     recorder.phases = Phases()
+    recorder.write_completions = lambda *arguments: setattr(calls, "written", (arguments, hasattr(calls, "update")))
     recorder.record = lambda *arguments: setattr(calls, "record", arguments)
     static = model, config, AdamW.of(config)
     before = TrainState(jnp.int32(STEP), jnp.int32(CURSOR), norms(0.3), "trained", None, None, *static)
@@ -178,6 +180,9 @@ def test_the_record(step):
     """What `test_three_steps.py` does not see: speed, verdicts, timeouts, skipped updates, a curriculum's column."""
     state, experience, batch, update, sigma = step.calls.record
     assert (state is step.after, sigma, experience.perturbed) == (True, pytest.approx(SIGMA, rel=1e-12), 3)
+    (number, written, advantages), is_late = step.calls.written  # beside the update
+    assert (number, written, is_late) == (STEP + 1, experience, False)
+    assert jnp.array_equal(advantages, batch.advantages)
     timing = {"time/rollout": 2.0, "time/grading": 0.5, "time/update": 1.5}
     encode = step.run.policy.tokenizer.encode
     rows = [(r, i) for r in range(2) for i in range(len(TEXTS[r]))]  # of both rounds
@@ -265,12 +270,26 @@ def test_what_is_written_of_a_step(step):
     recorder.curves = types.SimpleNamespace(log=lambda *arguments: curves.append(arguments))
     with recorder:
         recorder.phases._untaken.update({"rollout": 2.0, "grading": 0.5, "update": 1.5})
+        recorder.write_completions(STEP + 1, experience, batch.advantages)
         metrics = recorder.record(state, experience, batch, update | {"skipped": jnp.float32(2)}, sigma)
+        path = step.run.directory / "completions" / f"step_{STEP + 1:06d}.parquet"
+        assert pyarrow.parquet.read_table(path)["completion"].to_pylist() == experience.completions
     [row] = read_metrics(step.run.directory)
     assert curves == [(STEP + 1, metrics)] and row == pytest.approx(metrics | {"step": STEP + 1})
     assert "accuracy" not in row and row["step_time"] == 4.0
     with np.load(step.run.directory / "nonfinite" / f"step_{STEP + 1:06d}.npz") as file:
         np.testing.assert_array_equal(file["advantages"], batch.advantages)  # of two updates that were skipped
+
+
+def test_completions_that_cannot_be_written_end_the_step(step):
+    state, experience, batch, update, sigma = step.calls.record
+    state = state.replace(opt_state=state.optimizer.init(norms(0.0)))
+    (step.run.directory / "completions").write_text("a file where the directory would be")
+    with Recorder(step.run, Checkpointer(step.run.directory, 1), STEP, 1000) as recorder:
+        recorder.phases._untaken.update({"rollout": 2.0, "grading": 0.5, "update": 1.5})
+        recorder.write_completions(STEP + 1, experience, batch.advantages)  # the update goes on
+        with pytest.raises(OSError, match="completions"):
+            recorder.record(state, experience, batch, update | {"skipped": jnp.float32(0)}, sigma)
 
 
 def test_functions_and_records_of_the_users_are_named_by_their_argument(step):

@@ -8,9 +8,10 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 
 from qerl_jax.checkpoint.orbax import Checkpointer
 from qerl_jax.checkpoint.run_files import CHECKPOINTS_DIR, COMPLETIONS_DIR, CONFIG_FILE, METRICS_FILE
@@ -89,6 +90,7 @@ class Recorder:
         with contextlib.ExitStack() as contexts:
             self._signals = contexts.enter_context(StopSignals(answers=self.checkpoints is not None))
             self._compilations = contexts.enter_context(CompilationCounter())
+            self._writer = contexts.enter_context(ThreadPoolExecutor(1))
             progress = TrainingProgress(self._first, self._run.config.num_rollouts, self._run.console)
             self._progress = contexts.enter_context(progress)
             self._contexts = contexts.pop_all()
@@ -107,6 +109,18 @@ class Recorder:
                 with contextlib.suppress(OSError):  # the error says more
                     self.report(self.metrics.rows[-1]["step"], "an error")
 
+    def write_completions(self, step: int, experience: Experience, advantages: Float32[Array, " B"]) -> None:
+        """Begin to write the completions of the step that goes on, beside its update; `record` waits for the file and
+        raises what writing it raised.
+        """
+        directory, order = self._run.directory, self._run.config.order_column
+
+        def write() -> None:
+            write_completions(directory, step, completion_columns(experience, advantages, order))
+
+        if self.checkpoints:
+            self._written = self._writer.submit(write)
+
     def record(
         self,
         state: TrainState,
@@ -115,8 +129,8 @@ class Recorder:
         update_metrics: Mapping[str, Array],
         sigma: float,
     ) -> dict[str, float]:
-        """Write metrics and completions of the step that ended in `state`, and the batch of a non-finite update. The
-        metric `compilations` is the number of programs compiled or loaded since the step before. Returns the metrics.
+        """Write the metrics of the step that ended in `state`, and the batch of a non-finite update. The metric
+        `compilations` is the number of programs compiled or loaded since the step before. Returns the metrics.
         """
         run, step = self._run, int(state.step)
         timing = self.phases.take("rollout", "grading", "update", *(["gather"] if run.replicas.count > 1 else []))
@@ -132,8 +146,7 @@ class Recorder:
             self.mend()
             self.metrics.append(step, metrics)
             self.curves.log(step, metrics)
-            columns = completion_columns(experience, batch.advantages, run.config.order_column)
-            write_completions(run.directory, step, columns)
+            self._written.result()
         return metrics
 
     def end_step(self, state: TrainState) -> bool:
