@@ -65,10 +65,13 @@ def prefill_shapes(
         return tuple(PrefillShape(size, 1, size) for size in _sizes_up_to(prompt_length, above=0))
     longest = round_up(bucket(prompt_length), _WIDTH_MULTIPLE)
     total = prompts * prompt_length
+    largest = power_of_two(total)
+    if at_once:  # half: most prompts are shorter than the longest
+        largest = max(largest // 2, _SIZES[1], power_of_two(prompt_length))
     sizes = [_SIZES[0]]
     for smaller, size in itertools.pairwise(_SIZES):  # a larger one in place of four, or for a longer prompt
         if 4 * smaller <= total or smaller < prompt_length:
-            sizes.append(min(size, power_of_two(total)))
+            sizes.append(min(size, largest))
     sizes = sizes[at_once:] or sizes
     widths = [*(width for width in _WIDTHS if width < (longest / 2 if longest <= _LONG else longest)), longest]
     # Small batches have one width: a compilation costs more than their padding.

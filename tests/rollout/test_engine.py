@@ -369,7 +369,7 @@ def test_slots_that_fit_a_memory_limit(policy):
 def test_small_prefills_are_compiled_where_prompts_wait_for_slots(policy):
     prompts, limits = Prompts.from_lists([[1]] * 16, length=512), np.full(32, NEW)
     shapes = [_Decoder(policy, prompts, FREE, KEY, Engine(slots=slots), limits).prefill_shapes for slots in (32, 31)]
-    assert [[shape.tokens for shape in some] for some in shapes] == [[2048, 8192], [512, 2048, 8192]]
+    assert [[shape.tokens for shape in some] for some in shapes] == [[2048, 4096], [512, 2048, 8192]]
     few = Prompts.from_lists([[1]] * 8, length=512)  # a part, in the programs of all
     part = _Decoder(policy, few, FREE, KEY, Engine(slots=31, prompts=16), limits[:16])
     assert part.prefill_shapes == shapes[1]

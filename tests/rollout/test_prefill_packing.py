@@ -103,18 +103,24 @@ def test_few_shapes():
     assert prefill_shapes(64, 256) == tuple(PrefillShape(size, size // 64, 256) for size in (512, 2048, 8192))
     for prompts in (1, 2, 16, 128):
         for width, most in ((256, 3), (512, 3), (1024, 5), (4096, 7), (BOUND, 9), (2 * BOUND, 13)):
-            assert len(prefill_shapes(prompts, width)) <= most
-            assert set(prefill_shapes(prompts, width, at_once=True)) <= set(prefill_shapes(prompts, width)) | {
-                PrefillShape(2048, 4 * 2048 // small, small) for small in (256, 1024)
-            }
+            shapes, at_once = (prefill_shapes(prompts, width, at_once=first) for first in (False, True))
+            assert len(at_once) <= len(shapes) <= most
+            assert {shape.tokens for shape in at_once} <= {2048, 4096} | {shape.tokens for shape in shapes}
+            assert max(shape.width for shape in at_once) >= width
     assert len(prefill_shapes(16, 512, separate=True)) == 16
 
 
 def test_prompts_that_all_come_first_have_fewer_shapes():
-    """8 prompts of up to 256 tokens: one shape. 16 of up to 512, 1,920 tokens of GSM8K: 2048 of 8192."""
+    """8 prompts of up to 256 tokens: one shape. 16 of up to 512, 1,920 tokens of GSM8K: 2048 of 4096, which is half of
+    what they may have. 32 of up to 256, 3,840: one of 4096. The largest holds a prompt at the limit.
+    """
     assert prefill_shapes(8, 256, at_once=True) == (PrefillShape(2048, 32, 256),)
-    assert prefill_shapes(16, 512, at_once=True) == (PrefillShape(2048, 16, 512), PrefillShape(8192, 64, 512))
+    assert prefill_shapes(16, 512, at_once=True) == (PrefillShape(2048, 16, 512), PrefillShape(4096, 32, 512))
     assert packed([120] * 16, 512, at_once=True) == [PrefillBatch(16, PrefillShape(2048, 16, 512))]
+    assert packed([120] * 32, 256, at_once=True) == [PrefillBatch(32, PrefillShape(4096, 64, 256))]
+    assert [shape.tokens for shape in prefill_shapes(64, 256, at_once=True)] == [2048, 8192]
+    assert prefill_shapes(1, 3000, at_once=True)[-1] == PrefillShape(4096, 1, 3072)
+    assert prefill_shapes(2, 5000, at_once=True)[-1].tokens == 8192
     for lengths in streams(50, seed=7):
         assert sum(batch.prompts for batch in packed(lengths, at_once=True)) == len(lengths)
 
