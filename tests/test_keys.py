@@ -25,3 +25,12 @@ def test_every_key_is_its_chain():
     np.testing.assert_array_equal(jax.random.key_data(first), chain(5, 2, 7, 1))
     wanted = [chain(5, 2, 7, 1, 3, 0, 20), chain(5, 2, 7, 1, 3, 1, 20), chain(5, 2, 7, 1, 9, 1, 21)]
     np.testing.assert_array_equal(jax.random.key_data(tokens), wanted)
+
+
+def test_words_are_the_whole_key():
+    """The first word of a seed's key is 0, neither of a folded one is."""
+    old, new = (jax.random.fold_in(key, 7) for key in (jax.random.PRNGKey(5), jax.random.key(5)))
+    assert (np.asarray(old) > 0).all()
+    for key in (old, new):
+        np.testing.assert_array_equal(jax.random.key_data(keys.typed(key)), old)
+        np.testing.assert_array_equal(keys.words(key), old)
