@@ -64,6 +64,11 @@ def norms(value: float) -> dict:
     return {"layers": {i: {n: {"weight": jnp.full(4, value)} for n in "ab"} for i in range(2)}}
 
 
+def likeliest(logp, *_):
+    """In the place of the config's loss."""
+    return -logp, {}
+
+
 class Sampler(VllmEngine):
     """Samples by `generate`, in the place of vLLM's process."""
 
@@ -127,7 +132,7 @@ def step(tmp_path, monkeypatch):
 
     for stand_in in (generate, grpo_step, check_same_state):
         monkeypatch.setattr(train, stand_in.__name__, stand_in)
-    hooks = Hooks(perturb=perturb)
+    hooks = Hooks(perturb=perturb, token_loss=likeliest, with_reference=True)
     run = Run(config, tmp_path, Console(quiet=True), policy, Rewards(spy=spy, other=other), stream, [], hooks, PLAN)
     recorder = object.__new__(Recorder)
     recorder.phases = Phases()
@@ -168,7 +173,7 @@ def test_the_update(step):
     Rewards, advantages and masks of the rows: `test_three_steps.py`.
     """
     state, frozen, _, plan, own = step.calls.update
-    assert plan is PLAN and own == {"replicas": ALONE, "drawn": 4, "token_loss": None, "with_reference": False}
+    assert plan is PLAN and own == {"replicas": ALONE, "drawn": 4, "token_loss": likeliest, "with_reference": True}
     assert frozen == "frozen" and state.norms is step.before.norms and state.lora == "trained"
     assert state.step is step.before.step and state.cursor is step.before.cursor
     assert int(step.after.step) == STEP + 1
@@ -296,14 +301,15 @@ def test_functions_and_records_of_the_users_are_named_by_their_argument(step):
     def mine(completions, **_):
         return [0.0] * len(completions)
 
-    records, perturb = [{"question": "1?", "answer": "1"}], step.run.given["perturb"]
+    records = [{"question": "1?", "answer": "1"}]
+    functions = {name: step.run.given[name] for name in ("perturb", "token_loss")}
     for objects, wanted in (
         (([mine], records, None), {"reward_funcs": "mine", "train_dataset": "train_dataset"}),
         ((None, None, records), {"eval_dataset": "eval_dataset"}),
     ):
         config = with_objects(dataclasses.replace(step.config, reward_weights=None), *objects)
         run = dataclasses.replace(step.run, config=config)
-        assert run.given == {"perturb": perturb, **wanted}
+        assert run.given == functions | wanted
 
 
 def test_accuracy_is_by_the_verdict_of_the_largest_weight(step):
