@@ -33,7 +33,7 @@ from qerl_jax.rl.plan import make_update_plan
 from qerl_jax.rl.state import init_state
 from qerl_jax.rl.step import grpo_step
 from qerl_jax.rollout.engine import generate
-from qerl_jax.rollout.shapes import decode_bytes, prefill_bytes
+from qerl_jax.rollout.shapes import RolloutShapes, decode_bytes, prefill_bytes
 from qerl_jax.run import prepare
 from qerl_jax.run.abstract import abstract_run
 from qerl_jax.run.hooks import Hooks
@@ -139,6 +139,12 @@ def signatures(function, *args) -> set:
     return set(known)
 
 
+def shapes_in(function, *args) -> RolloutShapes:
+    """The shapes of the rollout that is recorded."""
+    [shapes] = [each.args[-1] for each in record(function, *args) if each.function.__name__ == "allocate"]
+    return shapes
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -173,6 +179,36 @@ def test_the_programs_of_a_step_are_known_from_its_config(tmp_path, flags):
         batch = make_batch(rollout, advantages, rewards, config.mask_truncated_completions)
         grpo_step(state, policy.frozen, batch, arguments[-1])
         assert counter.take() == []
+
+
+def test_replicas_rehearse_their_own_part(tmp_path):
+    """Of eight groups of two over three replicas a rollout of three groups, and micro-batches so small that all three
+    have some.
+    """
+    small.bf16(tmp_path / "model")
+    config, replicas = config_of(tmp_path, "--batch-size", "16"), Replicas(2, 3)
+    policy, state = committed(abstract_run(config))
+    alone, plan = (make_update_plan(state, policy.frozen, replicas=count) for count in (1, 3))
+    assert plan.pack.tokens < alone.pack.tokens
+    found = signatures(rehearse_step, config, Hooks(), policy, state, plan, replicas)
+    assert signatures(rehearse_run, config, Hooks(), None, replicas) == found
+    assert shapes_in(rehearse_run, config, Hooks(), None, replicas).slots == 6
+
+
+def test_a_loss_of_ones_own_has_its_programs(tmp_path):
+    """And with the reference those of another pass, without the adapter, although there is no penalty."""
+    small.bf16(tmp_path / "model")
+    config = config_of(tmp_path)
+
+    def likeliest(logp, old_logp, behaviour_logp, reference_logp, advantages, mask):
+        return -logp, {}
+
+    plain, own, both = (
+        signatures(rehearse_run, config, hooks, None)
+        for hooks in (Hooks(), Hooks(token_loss=likeliest), Hooks(token_loss=likeliest, with_reference=True))
+    )
+    more = [{function.__name__ for function, *_ in one - other} for one, other in ((own, plain), (both, own))]
+    assert "head_loss" in more[0] and {"without_adapter", "forward", "head_logprobs"} <= more[1]
 
 
 def test_programs_of_halves_come_behind_all_others_of_a_step(tmp_path):
@@ -211,6 +247,14 @@ def test_the_programs_of_an_evaluation_are_known_from_the_config(tmp_path):
     policy, other = committed(prepare.load(config)), config_of(tmp_path, "--top-k", "5", "--num-generations", "2")
     assert found == signatures(rehearse_evaluation, config, policy, None, 5, 9) != set()
     assert found == signatures(rehearse_evaluation, other, policy, None, 5, 9)  # it has its own sampling
+    few = config_of(tmp_path, "--eval-batch-size", "4", "--eval-num-generations", "2")
+    assert shapes_in(rehearse_evaluation_of_run, few, None, 5, 9).slots == 4  # and its own slots
+    roomy = shapes_in(rehearse_evaluation_of_run, config, None, 5, 9)
+    beside = max(prefill_bytes(policy, 5, 9, False), decode_bytes(policy.config, 5))
+    plan = make_update_plan(init_state(policy, config), policy.frozen)
+    plan = dataclasses.replace(plan, rollout_bytes=(roomy.cache_bytes - 9 + beside) / 0.94)
+    assert (roomy.slots, roomy.prompt_slots) == (5, 32)
+    assert shapes_in(rehearse_evaluation_of_run, config, plan, 5, 9).prompt_slots < 32  # in the memory that is left
 
 
 def test_another_learning_rate_length_temperature_or_clip_norm_finds_its_programs(tmp_path):
@@ -256,8 +300,7 @@ def test_programs_are_recorded_for_the_memory_of_the_device(tmp_path):
     policy, state = abstract_run(config)
 
     def widths_on(device_bytes: float | None) -> tuple[int, int, int]:
-        programs = record(rehearse_run, config, Hooks(), device_bytes)
-        [shapes] = [each.args[-1] for each in programs if each.function.__name__ == "allocate"]
+        shapes = shapes_in(rehearse_run, config, Hooks(), device_bytes)
         sizes[shapes.cache_bytes] = estimate_memory(policy, state, config, device_bytes).rollout.cache
         return shapes.prompt_slots, shapes.prompt_width, shapes.completion_width
 
