@@ -188,13 +188,17 @@ def test_room_for_more_changes_no_sample(policy):
 
 
 def test_caches_have_the_width_of_their_own_tokens(policy):
-    """Prompts of up to 16 tokens, completions of up to 24; two key/value heads of 8 features."""
+    """Prompts of up to 16 tokens, completions of up to 24; two key/value heads of 8 features, in the compute dtype."""
     shapes = RolloutShapes(3, 2, prompt_width=16, completion_width=24, rows=5, moved_together=1, cache_bytes=0)
     prompts, slots = decode.allocate(KEY, policy.config, policy.dtype, shapes)
     assert {array.shape for array in jax.tree.leaves(prompts.cache)} == {(2, 2, 16, 8)}
     assert {array.shape for array in jax.tree.leaves(slots.cache)} == {(3, 2, 24, 8)}
     done = slots.completions
     assert {array.shape for array in (done.tokens, done.logprobs, done.entropies)} == {(5, 24)}
+    prompts, slots = jax.eval_shape(lambda: decode.allocate(KEY, policy.config, jnp.dtype("bfloat16"), shapes))
+    rounded = prompts.cache, prompts.hidden, slots.cache, slots.hidden
+    assert {array.dtype for array in jax.tree.leaves(rounded)} == {jnp.dtype("bfloat16")}
+    assert slots.completions.logprobs.dtype == slots.completions.entropies.dtype == jnp.float32
 
 
 def test_small_models_have_room_for_other_limits(tool, monkeypatch):
