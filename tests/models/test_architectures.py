@@ -21,7 +21,10 @@ SHAPES = {
         {"rope_parameters": {**torch_qwen2.LLAMA_ROPE, "factor": 32.0}, "tie_word_embeddings": True},
     ),
     "qwen3": ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
-    "qwen3, untied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False, "num_key_value_heads": 1}),
+    "qwen3, untied": (
+        "Qwen3",
+        {"head_dim": 16, "tie_word_embeddings": False, "num_key_value_heads": 1, "rms_norm_eps": 0.1},
+    ),
 }
 KINDS = [("Llama", {"rope_parameters": torch_qwen2.LLAMA_ROPE}), ("Qwen3", {"head_dim": 12})]
 
