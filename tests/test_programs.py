@@ -16,6 +16,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import small
 from command_lines import training
@@ -195,20 +196,27 @@ def test_replicas_rehearse_their_own_part(tmp_path):
     assert shapes_in(rehearse_run, config, Hooks(), None, replicas).slots == 6
 
 
-def test_a_loss_of_ones_own_has_its_programs(tmp_path):
-    """And with the reference those of another pass, without the adapter, although there is no penalty."""
+def test_programs_are_those_of_ones_own_loss_optimizer_and_batch(tmp_path):
+    """With the reference those of another pass, without the adapter, although there is no penalty."""
     small.bf16(tmp_path / "model")
-    config = config_of(tmp_path)
 
     def likeliest(logp, old_logp, behaviour_logp, reference_logp, advantages, mask):
         return -logp, {}
 
-    plain, own, both = (
-        signatures(rehearse_run, config, hooks, None)
-        for hooks in (Hooks(), Hooks(token_loss=likeliest), Hooks(token_loss=likeliest, with_reference=True))
-    )
-    more = [{function.__name__ for function, *_ in one - other} for one, other in ((own, plain), (both, own))]
-    assert "head_loss" in more[0] and {"without_adapter", "forward", "head_logprobs"} <= more[1]
+    def more(than: set, hooks: Hooks, *flags: str) -> tuple[set, set]:
+        found = signatures(rehearse_run, config_of(tmp_path, *flags), hooks, None)
+        return found, {function.__name__ for function, *_ in found - than}
+
+    plain, _ = more(set(), Hooks())
+    own, its = more(plain, Hooks(token_loss=likeliest))
+    assert "head_loss" in its
+    _, its = more(own, Hooks(token_loss=likeliest, with_reference=True))
+    assert {"without_adapter", "forward", "head_logprobs"} <= its
+    assert "apply" in more(plain, Hooks(optimizer=optax.sgd(1.0)))[1]
+    assert more(plain, Hooks(), "--mask-truncated-completions")[1] == {"make_batch"}
+    assert more(plain, Hooks(), "--scale-rewards", "none")[1] == {"_advantages"}
+    _, its = more(set(), Hooks(), "--rollout-backend", "vllm", "--dtype", "bfloat16")
+    assert "head_loss" in its and "decode_chunk" not in its
 
 
 def test_programs_of_halves_come_behind_all_others_of_a_step(tmp_path):
@@ -223,6 +231,7 @@ def test_programs_of_halves_come_behind_all_others_of_a_step(tmp_path):
     *found, embed, keep, loss, backward = names_of(record(rehearse_step, *arguments))
     passes = ["embed", "forward_and_keep", "head_loss", "backward"]
     assert [embed, keep, loss, backward] == passes == [name for name in found if name in passes]
+    assert "decode_chunk" not in found
 
 
 def test_what_the_weights_decide_is_compiled_after_them(tmp_path):
