@@ -43,8 +43,10 @@ from qerl_jax.programs import record
 from qerl_jax.reporting.metrics import read_metrics
 from qerl_jax.rl.optimizer import whole_of
 from qerl_jax.rollout.engine import rehearse
+from qerl_jax.run.hooks import Hooks
 from qerl_jax.run.memory import memory_report
 from qerl_jax.run.prepare import load as load_run
+from qerl_jax.run.rehearsal import rehearse_run, rehearse_step
 from qerl_jax.train import train
 
 DEVICES, RANK, ROWS = 2, 4, 22
@@ -201,12 +203,17 @@ def _run(directory: Path) -> dict[str, Any]:
         config = runs.config(place, **changes, max_steps=steps, resume="auto")
         state = train(config, Console(quiet=True), replicas=Replicas(tensor_parallel=DEVICES))
     whole, policy = runs.final_arrays(place), load_run(config, tensor_parallel=DEVICES)
+    ahead, known, replicas = {}, {}, Replicas(tensor_parallel=DEVICES)
+    record(rehearse_run, config, Hooks(), None, replicas, known=ahead)
+    trained = committed(policy, DEVICES), state, make_update_plan(state, policy.frozen)
+    record(rehearse_step, config, Hooks(), *trained, replicas, known=known)
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(policy.frozen))
     return {
         "steps": [row["step"] for row in read_metrics(place)],
         "rewards": [row["reward"] for row in read_metrics(place)],
         "weights": [own, memory_report(config, tensor_parallel=DEVICES).memory.weights],
         "restored": difference(list(whole.values()), state),
+        "unforeseen": sorted({function.__name__ for function, *_ in ahead.keys() ^ known.keys()}),
         "moved": max(float(np.abs(array).max()) for name, array in whole.items() if name.endswith(".b")),
     }
 

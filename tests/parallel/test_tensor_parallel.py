@@ -106,6 +106,7 @@ def test_a_run_trains_resumes_and_is_read_by_one_device(find):
     case = find("run")["run"]
     assert case["steps"] == [1, 2] and max(case["rewards"]) > 0
     assert case["restored"] == 0 < case["moved"]
+    assert case["unforeseen"] == []
     assert case["weights"][0] == case["weights"][1]  # the dry run's
 
 
