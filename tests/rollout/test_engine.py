@@ -466,6 +466,9 @@ def test_errors_name_the_numbers(policy):
     for token in (-1, 64):
         with pytest.raises(ValueError, match=rf"token ids from .*{token}.* vocab_size is 64"):
             generate(policy, [[1, token]], FREE, KEY)
+    padded = Prompts.from_lists([[1, 2], [3]])
+    padded.tokens[1, 1] = 64  # behind the prompt's own
+    assert generate(policy, padded, Sampling(1), KEY).lengths.tolist() == [3, 2]
     with pytest.raises(ValueError, match="prompt 1 has 3 tokens, more than the 2 allowed"):
         Prompts.from_lists([[1], [1, 2, 3]], length=2)
     for ids in ([7], [7, 8, 9]):
