@@ -118,7 +118,8 @@ class AdapterReader:
         return found
 
     def _read(self, name: str) -> np.ndarray:
-        array = self._tensors[name].astype(np.float32)
+        with np.errstate(over="ignore"):  # of float64; the error below says so
+            array = self._tensors[name].astype(np.float32)
         if not np.isfinite(array).all():
             raise CheckpointError(f"{self.path}: {name!r} holds a value that is not finite")
         return array

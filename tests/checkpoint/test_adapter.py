@@ -225,6 +225,7 @@ A = "base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"
         (lambda t: t.pop(A), (A, "missing")),
         (lambda t: t.update({A: np.ones((2, 31), np.float32)}), (A, "[2, 31]", "[2, 32]")),
         (lambda t: t.update({A: np.full((2, 32), np.nan, np.float32)}), (A, "not finite")),
+        (lambda t: t.update({A: np.full((2, 32), 1e300)}), (A, "not finite")),  # finite in float64 alone
         (lambda t: t.update({A.replace("v_proj", "k_proj"): t[A]}), ("k_proj.lora_A", "no place")),
     ],
 )
