@@ -441,3 +441,15 @@ def test_metrics_of_micro_batches_and_updates_by_hand():
 
     twice = over_updates([dict.fromkeys(("a/min", "a/max", "a", "skipped"), jnp.float32(i)) for i in (1, 4)])
     assert twice == {"a/min": 1, "a/max": 4, "a": 2.5, "skipped": 5}
+
+
+def test_extremes_over_many_tokens_are_nan_where_one_of_them_is():
+    """Of 8,192 numbers XLA's maximum and minimum on a CPU are not."""
+    shape = 2, 4096
+    gap = jnp.ones(shape).at[1, 4095].set(jnp.nan)
+    values = {"sampling/mismatch": gap, "sampling/importance": gap}
+    names = "sampling_logp_difference/max", "importance_sampling_ratio/min", "importance_sampling_ratio/max"
+    for row, is_nan in ((1, True), (0, False)):
+        mask = jnp.arange(2)[:, None] == jnp.full(shape, row)
+        found = token_sums(jnp.float32(0), mask, jnp.zeros(shape), values)
+        assert [bool(jnp.isnan(found[f"sampling/{name}"])) for name in names] == [is_nan] * 3
