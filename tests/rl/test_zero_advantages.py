@@ -145,6 +145,7 @@ def test_equal_rewards_alone_are_a_step_of_gradient_zero(micro, batch, optimizer
         np.testing.assert_allclose(a, b, atol=1e-7)
     assert float(metrics["grad_norm"]) == 0 == float(metrics["trained_tokens"]) and float(metrics["loss"]) == 0
     assert np.isnan(metrics["entropy"]) and int(found.step) == 2
+    assert all(np.isnan(value) for name, value in metrics.items() if name.startswith("sampling/"))  # extremes, too
 
 
 def test_a_penalty_or_a_loss_of_ones_own_keeps_all_rows(micro, batch):
