@@ -201,6 +201,9 @@ def test_the_record(step):
     assert metrics["completions/failed"] == 1
     tokens = np.asarray(rollout.lengths - rollout.prompt_lengths)
     cut = np.where(np.isin(tokens, (tokens.min(), tokens.max())), LENGTH, EOS).astype(np.int8)
+    groups = experience.rewards.reshape(2, 3)
+    assert np.isnan(groups).sum(axis=1).tolist() == [1, 1]  # two rewards have a deviation, too
+    assert metrics["reward_std"] == pytest.approx(np.nanstd(groups, axis=1, ddof=1).mean())
     rest = step_metrics(
         dataclasses.replace(experience, rollout=rollout.replace(finish=jnp.asarray(cut))), update, 3, timing, "spy"
     )
