@@ -192,6 +192,8 @@ def test_answer_and_dapo_say_where_there_is_nothing_to_read():
         (lambda **_: [1.0], "1 values for 2 completions"),
         (lambda **_: [1.0, math.nan], "nan for completion 1"),
         (lambda **_: ["x", 1.0], "'x' for completion 0"),
+        (lambda **_: {1.0, 0.5}, "a set, not one value for each completion in order"),
+        (lambda **_: b"10", "a bytes, not one value"),
         (lambda **_: [1.0, np.float32("nan")], "for completion 1; expected a finite number"),
         (lambda **_: [np.ones(2), 1.0], "for completion 0; expected a finite number"),
         (lambda **_: [10**400, 1.0], "for completion 0; expected a finite number"),
