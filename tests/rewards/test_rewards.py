@@ -255,6 +255,9 @@ def test_reward_from_a_file(tmp_path):
         path.write_text(text)  # the innermost line of the file itself
         with pytest.raises(RewardError, match=f", line {line}, failed to load"):
             load_reward(f"{path}:shout")
+    path.write_text("def inner():\n    1 / 0\n\ndef shout(**rows):\n    inner()\n")
+    with pytest.raises(RewardError, match=r"ZeroDivisionError\(.*\) in .*\.py, line 2$"):
+        functions.call("mine", load_reward(f"{path}:shout"), {"completions": [""]})
 
 
 @pytest.mark.parametrize(
