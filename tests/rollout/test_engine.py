@@ -134,8 +134,10 @@ def test_fewer_prompts_run_in_the_programs_of_more(ended):
     whole = generate(ended, PROMPTS, FREE, KEY, OF_FOUR)
     for few in (1, 3):
         with CompilationCounter() as counter:
-            found = generate(ended, Prompts.from_lists(PROMPTS[:few], length=5), FREE, KEY, OF_FOUR)
+            prompts, seen = Prompts.from_lists(PROMPTS[:few], length=5), []
+            found = generate(ended, prompts, FREE, KEY, OF_FOUR, on_progress=seen.append)
             assert counter.take() == []
+        assert {progress.rows for progress in seen} == {seen[-1].ended} == {GROUP * few}
         assert found.tokens.shape == found.entropies.shape == (GROUP * few, 5 + NEW)
         assert_same_rows(found, range(GROUP * few), whole, range(GROUP * few))
     more = generate(ended, [*PROMPTS, [4]], FREE, KEY, OF_FOUR)
