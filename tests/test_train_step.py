@@ -236,7 +236,8 @@ def test_the_record(step):
             "aqn/sigma": sigma, "aqn/norms": 3, "learning_rate": pytest.approx(rate),
             "num_tokens": 1000 + int(lengths.sum()), "epoch": pytest.approx((CURSOR + 4) / 15),
         }  # fmt: skip
-    columns = completion_columns(experience, batch.advantages, "level")
+    falling = rollout.replace(prompt_index=rollout.prompt_index[::-1])  # levels, too
+    columns = completion_columns(dataclasses.replace(experience, rollout=falling), batch.advantages, "level")
     assert columns.pop("data_order/level") == [problem_id / 2 for problem_id in columns["problem_id"]]
     assert list(columns) == list(completion_columns(experience, batch.advantages))
 
