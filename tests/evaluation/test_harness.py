@@ -135,6 +135,19 @@ def test_several_completions_a_problem(written):
         evaluated([], Sampling(9))
 
 
+def test_plain_problems_are_encoded_as_the_arguments_say(written):
+    evaluated, calls = written
+    problems = [Problem(i, f"What is {i}?", str(10 + i)) for i in range(4)]
+    longer = Problem(9, "word " * 150, "1")
+    evaluated([longer, *problems], SAMPLING, system_prompt="Be brief.", max_prompt_length=150)
+    [(prompts, *_)] = calls
+    assert prompts.ids.tolist() == [0, 1, 2, 3]
+    tokenizer = load_tokenizer(model_path("tiny"))
+    for i, (tokens, length) in enumerate(zip(prompts.tokens.tolist(), prompts.lengths.tolist(), strict=True)):
+        text = tokenizer.decode(tokens[:length])
+        assert "Be brief." in text and f"What is {i}?" in text
+
+
 def test_what_counts_as_correct_is_a_reward_above_zero(written):
     """None and 0 are wrong, any share of 1 is right; the reward sees each problem's own prompt and answer."""
     evaluated, _ = written
@@ -186,6 +199,7 @@ def test_grading_that_failed_is_counted(written):
     # A program that met the limit keeps its share of the tests; the last completion of all is one that failed.
     assert result.accuracy == pytest.approx(3 / 12)
     assert (result.ungradable, result.unreadable, result.maj_at_k) == (4, pytest.approx(2 / 12), None)
+    assert set(result.estimates) == {"avg@3", "pass@2", "pass@3"}  # nobody voted
 
 
 def test_parts_of_an_evaluation_have_the_width_of_its_longest_prompt_wherever_it_begins():
