@@ -169,6 +169,7 @@ def test_norms_that_are_named_and_missing_are_refused(micro_dir, exported):
     path.write_text(json.dumps({**json.loads(path.read_text()), "modules_to_save": None, "lora_dropout": 0.1}))
     policy = load_policy(micro_dir, lora=lora, dtype=jnp.float32, adapter=exported)
     assert policy.lora_config.dropout == 0.1  # which a run refuses
+    assert policy.base_norms is None  # they are the model's own
 
 
 def test_an_adapter_with_one_kind_of_norm_is_written_with_that_alone(micro_dir, exported, tmp_path):
