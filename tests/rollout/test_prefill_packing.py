@@ -105,7 +105,12 @@ def test_few_shapes():
         for width, most in ((256, 3), (512, 3), (1024, 5), (4096, 7), (BOUND, 9), (2 * BOUND, 13)):
             shapes, at_once = (prefill_shapes(prompts, width, at_once=first) for first in (False, True))
             assert len(at_once) <= len(shapes) <= most
-            assert {shape.tokens for shape in at_once} <= {2048, 4096} | {shape.tokens for shape in shapes}
+            widths = {256, 1024, *(shape.width for shape in shapes)}
+            assert set(at_once) <= set(shapes) | {
+                PrefillShape(size, (4 if each <= 1024 else 1) * size // each, each)
+                for size in (2048, 4096)
+                for each in widths
+            }
             assert max(shape.width for shape in at_once) >= width
     assert len(prefill_shapes(16, 512, separate=True)) == 16
 
