@@ -58,7 +58,7 @@ def equal_groups(rewards: np.ndarray, num_generations: int) -> Bool[np.ndarray, 
 
 def refill_size(equal: Bool[np.ndarray, " P"], drawn: int) -> int:
     """Prompts of the next round of dynamic sampling: as many as replace the `equal` groups if as large a share of them
-    teaches as of the `drawn` ones, of which all that taught were kept. P is halved as often as that allows, like the
+    teaches as of the `drawn` ones, of which all that taught were kept. P is halved as often as that allows, like most
     slots of a rollout (`RolloutShapes.slot_counts`): fewer rows in as many slots take as long.
     """
     size, lacking = len(equal), int(equal.sum())

@@ -59,14 +59,15 @@ def prefill_shapes(
       prompt_length: longest prompt, tokens.
       separate: one prompt a batch; more shapes, so that a batch's shape depends on its prompt's length only.
       at_once: all prompts are prefilled before the first decode step. No single prompt is, later, for which small
-        shapes would be worth their compilation.
+        shapes would be worth their compilation; and the largest shape has room for half of what all may have, since
+        most are shorter than the longest.
     """
     if separate:
         return tuple(PrefillShape(size, 1, size) for size in _sizes_up_to(prompt_length, above=0))
     longest = round_up(bucket(prompt_length), _WIDTH_MULTIPLE)
     total = prompts * prompt_length
     largest = power_of_two(total)
-    if at_once:  # half: most prompts are shorter than the longest
+    if at_once:
         largest = max(largest // 2, _SIZES[1], power_of_two(prompt_length))
     sizes = [_SIZES[0]]
     for smaller, size in itertools.pairwise(_SIZES):  # a larger one in place of four, or for a longer prompt

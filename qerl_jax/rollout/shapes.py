@@ -34,7 +34,7 @@ _PROMPT_SLOTS, _PROMPT_TOKENS = 32, 8192  # at least so many prompts in the prom
 _LITTLE_TOKEN_BYTES, _LITTLE_BYTES = 16 * 1024, 9e9  # of a token in all layers; of both caches
 _COMPLETION_WIDTH = 1024
 # A program that moves survivors takes the host 0.3 ms, and one for each of 48 arrays had the GPU wait. So several move
-# at a time: an eighth of all at most, which takes a sixteenth of the cache more.
+# at a time: an eighth of all at most, which takes a tenth of the cache more.
 _MOVES, _MOVED_BYTES = 8, 256e6
 
 
