@@ -8,6 +8,7 @@ the target lacks, a read outside an array, or of memory that nobody has written 
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import threading
 import time
 
@@ -94,6 +95,23 @@ class Cluster:
             self.ended.add(rank)
 
 
+@dataclasses.dataclass
+class Mbarrier:
+    """An mbarrier that counts arrivals and bytes.
+
+    Attributes:
+      count: arrivals of a phase.
+      missing: arrivals that the phase under way still lacks.
+      expected: bytes of that phase.
+      phase: its number modulo two.
+    """
+
+    count: int
+    missing: int
+    expected: int
+    phase: int = 0
+
+
 class Memory:
     """Global memory: arrays with gaps between them, in which nothing may be read or written."""
 
@@ -146,6 +164,7 @@ class NumpyMachine:
         self.active = np.ones(threads, bool)
         # bytes of the sectors of global memory that each warp's access touches, and of those the bytes it asks for
         self.moved, self.used = 0, 0
+        self.mbarriers = {}  # those that are prepared
         self.pending, self.group = [], np.zeros(threads, int)  # copies in flight
         # since the last CTA barrier, for each byte: the warp that wrote it, and the warps that read it
         self.writer, self.readers = np.full(shared_bytes, -1), np.zeros(shared_bytes, np.uint64)
@@ -342,7 +361,7 @@ class NumpyMachine:
 
     def init_mbarriers(self, barriers, thread):
         require(self.arch, "init_mbarriers")
-        self.expected = {int(at): size for at, size in barriers}
+        self.mbarriers |= {int(at): Mbarrier(1, 0, size) for at, size in barriers}
 
     def cluster_wait(self):
         require(self.arch, "cluster_wait")
@@ -360,12 +379,26 @@ class NumpyMachine:
         for to in np.unique(ranks):
             self.cluster.send(int(to), int(barrier), places[ranks == to], data[ranks == to])
 
-    def mbarrier_wait(self, barrier):
+    def mbarrier_init(self, barrier, flag):
+        require(self.arch, "mbarrier_init")
+        assert self.every(flag).sum() == 1
+        self.mbarriers[int(barrier)] = Mbarrier(128, 128, 0)
+
+    def mbarrier_expect(self, barrier, size):
+        require(self.arch, "mbarrier_expect")
+        mbarrier, arrived = self.mbarriers[int(barrier)], int(self.active.sum())
+        mbarrier.missing, mbarrier.expected = mbarrier.missing - arrived, mbarrier.expected + size * arrived
+
+    def mbarrier_wait(self, barrier, phase=0):
+        """Returns at once where another phase than this one is under way."""
         require(self.arch, "mbarrier_wait")
-        if self.active.any():
-            for places, data in self.cluster.receive(self.rank, int(barrier), self.expected[int(barrier)]):
+        mbarrier = self.mbarriers[int(barrier)]
+        if self.active.any() and mbarrier.phase == phase:
+            assert mbarrier.missing == 0, "a thread has not arrived"
+            for places, data in self.cluster.receive(self.rank, int(barrier), mbarrier.expected):
                 assert (self.shared[places] == POISON).all()  # nobody else's
                 self.shared[places] = data
+            mbarrier.phase, mbarrier.missing, mbarrier.expected = 1 - phase, mbarrier.count, 0
 
     # ---- tensor cores ----
 

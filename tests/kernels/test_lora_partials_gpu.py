@@ -43,7 +43,7 @@ PARTIALS_M = (1, 8, 17, 32, 40, 63, 64)
 
 
 # Fields of GemmConfig: those of down of 7B, 14B and 32B at 32 and 64 rows; then every kind of barrier that there is,
-# with CTAs that own no tile and such that own several.
+# with CTAs with no part of a shared tile and such that own several.
 PARTIALS_CONFIGS = [
     (32, 1, 4, 2, 2, 3), (64, 1, 2, 2, 2, 4), (32, 1, 3, 4, 2, 4), (32, 3, 1, 4, 4, 2), (64, 1, 2, 4, 2, 3),
     (64, 1, 1, 1, 1, 2), (64, 2, 1, 1, 1, 4, 1, True), (32, 1, 2, 1, 1, 3, 2), (8, 2, 2, 3, 2, 3), (64, 4, 1, 2, 1, 3),

@@ -99,6 +99,8 @@ def test_fp32():
 class Written(PtxMachine):
     """Keeps the inline PTX in the place of emitting it."""
 
+    i32 = staticmethod(str)
+
     def asm(self, text, out, *inputs, effects=False):
         self.last = " ".join(text.split()), out, inputs, effects
         return [f"{letter}{i}" for i, letter in enumerate(out)]
@@ -140,10 +142,18 @@ P = ".reg .pred p; setp.ne.b32 p, "
          " @p mbarrier.init.shared::cta.b64 [$2], 1; @p mbarrier.arrive.expect_tx.shared::cta.b64 state, [$2], $3;"
          " fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;", "", "thread one two bytes"),
         (lambda m: m.cluster_wait(), "barrier.cluster.wait.aligned;", "", ""),
-        (lambda m: m.mbarrier_wait("bar"),
-         ".reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], 0;"
+        (lambda m: m.mbarrier_init("bar", "on"),
+         P + "$1, 0; @p mbarrier.init.shared::cta.b64 [$0], 128; fence.mbarrier_init.release.cluster;", "", "bar on"),
+        (lambda m: m.mbarrier_expect("bar", 64),
+         ".reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [$0], 64;", "", "bar"),
+        (lambda m: m.mbarrier_wait("bar", "phase"),
+         ".reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
          " @done bra CAME; bra WAIT; CAME:",
-         "", "bar"),
+         "", "bar phase"),
+        (lambda m: m.mbarrier_wait("bar"),
+         ".reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;"
+         " @done bra CAME; bra WAIT; CAME:",
+         "", "bar 0"),
         (lambda m: m.st_async("at", "rank", ["x"], "bar", "on", 4),
          ".reg .pred p; .reg .b32 far, bar; setp.ne.b32 p, $4, 0; @p mapa.shared::cluster.u32 far, $0, $1;"
          " @p mapa.shared::cluster.u32 bar, $2, $1;"

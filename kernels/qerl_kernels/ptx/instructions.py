@@ -30,6 +30,8 @@ SINCE = {
     "init_mbarriers": 90,
     "cluster_wait": 90,
     "mbarrier_wait": 90,
+    "mbarrier_expect": 90,
+    "mbarrier_init": 90,
     "st_async": 90,
     "mul_bf16": 90,
 }
@@ -249,18 +251,31 @@ class PtxMachine:
         require(self.arch, "cluster_wait")
         self.asm("barrier.cluster.wait.aligned;", "", effects=True)
 
-    def mbarrier_wait(self, barrier: I32) -> None:
-        """Waits for the first phase: all expected bytes have come."""
+    def mbarrier_init(self, barrier: I32, flag: I32) -> None:
+        """Prepares an mbarrier for an arrival of each thread of a warpgroup, where the flag is not 0. Other threads may
+        use it after a barrier that they and this one pass."""
+        require(self.arch, "mbarrier_init")
+        text = ".reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], 128;"
+        self.asm(text + " fence.mbarrier_init.release.cluster;", "", barrier, flag, effects=True)
+
+    def mbarrier_expect(self, barrier: I32, size: int) -> None:
+        """This thread arrives, and the phase waits for `size` bytes more."""
+        require(self.arch, "mbarrier_expect")
+        text = f".reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [$0], {size};"
+        self.asm(text, "", barrier, effects=True)
+
+    def mbarrier_wait(self, barrier: I32, phase: I32 | int = 0) -> None:
+        """Waits for a phase, counted modulo two: all expected bytes have come."""
         require(self.arch, "mbarrier_wait")
         text = """
         .reg .pred done;
         WAIT:
-        mbarrier.try_wait.parity.shared::cta.b64 done, [$0], 0;
+        mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
         @done bra CAME;
         bra WAIT;
         CAME:
         """
-        self.asm(text, "", barrier, effects=True)
+        self.asm(text, "", barrier, self.i32(phase), effects=True)
 
     def st_async(
         self, at: I32, rank: I32, values: Sequence[F32], barrier: I32, flag: I32 | None = None, byte: int = 0

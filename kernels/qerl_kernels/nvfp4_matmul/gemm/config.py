@@ -24,7 +24,7 @@ class GemmConfig:
       tile_m: rows of x in a tile (8 to 256, a multiple of 8).
       warpgroups_n: consumer warpgroups side by side, 64 output features each.
       warpgroups_k: consumer warpgroups that share the contraction of the same features.
-      cluster: CTAs that share tiles by Stream-K (1 to 4).
+      cluster: CTAs of a cluster, which share the tiles that are left over (1 to 4; `schedule`).
       k_tiles: k-tiles of 64 that a consumer takes from one pipeline stage.
       stages: pipeline stages.
       ctas_per_sm: CTAs resident on one SM.
@@ -57,6 +57,13 @@ class GemmConfig:
         return self.warpgroups_k * self.k_tiles
 
     @property
+    def parts(self) -> list[tuple[int, int]]:
+        """(first row, rows) of the parts in which a tile is finished: of a tile that the CTAs of a cluster share, each
+        finishes one; the last may have none."""
+        rows = -(-self.tile_m // (8 * self.cluster)) * 8
+        return [(first, min(rows, self.tile_m - first)) for first in range(0, self.tile_m, rows)]
+
+    @property
     def unroll(self) -> int:
         """k-iterations that the mainloop takes together. With lookahead two A fragments alternate, which takes an even
         number of k-tiles."""
@@ -67,7 +74,9 @@ class GemmConfig:
         number of KiB; barriers take half a KiB."""
         stage = self.stage_k_tiles * (self.warpgroups_n * 512 * 4 + self.tile_m * TILE * 2)
         scales = -(-self.stages * self.stage_k_tiles * self.warpgroups_n // 4) * 1024
-        sums = self.tile_n * self.tile_m * (2 + 4 * (self.warpgroups_k + self.cluster - 2))
+        part = self.parts[0][1]
+        sums = self.tile_n * (4 * self.tile_m * (self.warpgroups_k - 1) + part * (2 + 4 * (self.cluster - 1)))
+        sums += 1024 * (self.cluster > 1)  # mbarriers
         lora = has_lora * self.tile_n * TILE * 2 + has_partials * self.tile_m * TILE * 2
         return self.stages * stage + scales + sums + lora + 512
 

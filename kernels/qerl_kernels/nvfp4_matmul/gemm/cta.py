@@ -10,7 +10,7 @@ from jax import lax
 
 from qerl_kernels.nvfp4_matmul.gemm.barriers import Barriers
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
-from qerl_kernels.nvfp4_matmul.gemm.schedule import Segments, StreamK, TileGrid
+from qerl_kernels.nvfp4_matmul.gemm.schedule import Segments, Span, TileGrid
 from qerl_kernels.nvfp4_matmul.gemm.smem import Smem
 from qerl_kernels.nvfp4_matmul.gemm.terms import Terms
 
@@ -66,7 +66,6 @@ class Cta:
       terms: terms of the epilogue.
       operand: forward or transposed weight.
       grid: the output tiles.
-      stream_k: how the CTAs of the cluster share tiles.
       segments: this CTA's share.
       cluster_index: index of the cluster in the grid.
       rank: cluster rank of this CTA.
@@ -79,13 +78,17 @@ class Cta:
     terms: Terms
     operand: WeightOperand
     grid: TileGrid
-    stream_k: StreamK
     segments: Segments
     cluster_index: jax.Array
     rank: jax.Array
     gmem: Gmem
     smem: Smem
     barriers: Barriers
+
+    def origin(self, span: Span) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(first row, first block of 64 output features, end of its adapter's blocks) of a segment's tile."""
+        m_tile, n_tile = self.grid.origin(self.cluster_index, span.tile)
+        return m_tile * self.config.tile_m, *self.grid.blocks(n_tile)
 
     def stage(self, s: jax.Array, k_iteration: jax.Array) -> jax.Array:
         """Pipeline stage of a k-iteration of segment s."""

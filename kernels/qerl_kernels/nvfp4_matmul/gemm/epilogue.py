@@ -2,6 +2,8 @@
 
     acc + sums of the other warpgroups along k + sums of the other CTAs -> · multiplier -> + bias -> + LoRA -> bf16
 
+A whole tile of a cluster of several CTAs is finished in as many parts as a shared one.
+
 A new term is a function `total -> total` in `_apply_terms`. Stores past the end of y are dropped.
 """
 
@@ -13,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from qerl_kernels.nvfp4_matmul.gemm import exchange
 from qerl_kernels.nvfp4_matmul.gemm.mainloop import Consumer
 from qerl_kernels.nvfp4_matmul.gemm.schedule import Span
 from qerl_kernels.nvfp4_matmul.gemm.smem import swizzled
@@ -20,14 +23,13 @@ from qerl_kernels.nvfp4_matmul.packing import TILE
 from qerl_kernels.ptx.load import load
 
 
-def load_row_terms(consumer: Consumer, tile: jax.Array) -> list[jax.Array]:
+def load_row_terms(consumer: Consumer, span: Span) -> list[jax.Array]:
     """Multiplier, and bias if any, of this consumer's 64 features of a tile; called before the mainloop, which hides
     the latency."""
     cta = consumer.cta
-    _, n_tile = cta.grid.origin(cta.cluster_index, tile)
-    # A tile's last rows may lie past the weight; what is stored there is dropped, but the reads must stay inside.
-    end = cta.gmem.multiplier_g.shape[0] - TILE
-    first = jnp.minimum((n_tile * cta.config.warpgroups_n + consumer.r) * TILE, end)
+    _, block, _ = cta.origin(span)
+    # A tile's last features may lie past the weight; what is stored there is dropped, but the reads must stay inside.
+    first = jnp.minimum((block + consumer.r) * TILE, cta.gmem.multiplier_g.shape[0] - TILE)
     rows = pl.ds(cta.operand.multiplier_row(first), TILE)
     refs = [cta.gmem.multiplier_g, *([] if cta.gmem.bias_g is None else [cta.gmem.bias_g])]
     return [load(ref.at[rows], plgpu.Layout.WGMMA.reduce(1)) for ref in refs]
@@ -38,7 +40,7 @@ def run_epilogue(consumer: Consumer, total: jax.Array, s: jax.Array, span: Span,
     is `total`."""
     cta, q, r = consumer.cta, consumer.q, consumer.r
     if cta.config.warpgroups_k == 1:
-        _reduce_cluster(consumer, total, s, row_terms)
+        _finish(consumer, total, s, span, row_terms)
         return
 
     @pl.when(q > 0)
@@ -50,17 +52,14 @@ def run_epilogue(consumer: Consumer, total: jax.Array, s: jax.Array, span: Span,
         plgpu.barrier_wait(cta.barriers.warpgroup_sums_full.at[r])
         whole = total
         for place in range(cta.config.warpgroups_k - 1):
-            whole = _add(whole, cta.smem.warpgroup_sums_s.at[r, place])
+            sums = cta.smem.warpgroup_sums_s.at[r, place]
+            whole = whole + load(sums, plgpu.Layout.WGMMA, swizzled(total.shape[1], 4))
 
         @pl.when(s < cta.segments.count - 1)
         def _():
             plgpu.barrier_arrive(cta.barriers.warpgroup_sums_empty.at[r])
 
-        _reduce_cluster(consumer, whole, s, row_terms)
-
-
-def _add(total: jax.Array, ref: jax.Ref) -> jax.Array:
-    return total + load(ref, plgpu.Layout.WGMMA, swizzled(total.shape[1], 4))
+        _finish(consumer, whole, s, span, row_terms)
 
 
 def _send_to_first_warpgroup(consumer: Consumer, total: jax.Array, s: jax.Array, span: Span) -> None:
@@ -74,86 +73,116 @@ def _send_to_first_warpgroup(consumer: Consumer, total: jax.Array, s: jax.Array,
     cta.smem.warpgroup_sums_s.at[r, q - 1][...] = total
     plgpu.barrier_arrive(cta.barriers.warpgroup_sums_full.at[r])
     if cta.terms.has_lora:
-
-        @pl.when(span.is_owner)
-        def _():  # the stage of the LoRA input is freed by all consumers
-            consumer.free(consumer.wait_full(s, span.k_end))
+        consumer.free(consumer.wait_full(s, span.k_end))  # all consumers free the stage of the LoRA input
 
 
-def _reduce_cluster(consumer: Consumer, total: jax.Array, s: jax.Array, row_terms: list[jax.Array]) -> None:
-    """The CTA's sum is complete: send it to the tile's owner, or own the tile."""
-    cta, r = consumer.cta, consumer.r
-    tile = cta.segments.span(s).tile
-    senders = cta.config.cluster - 1
-    if senders == 0:
-        _finish_tile(consumer, total, s, row_terms)
-        return
-    owner = cta.stream_k.owner(tile)
-
-    @pl.when(owner != cta.rank)
-    def _():
-        place = cta.stream_k.senders_before(tile, cta.rank)
-        plgpu.async_store_smem(
-            total, cta.smem.sums_from_cluster_s.at[r, place],
-            cta.barriers.sums_from_cluster_full.at[r * senders + place],
-            cluster_idx=owner, cluster_dim="cluster_rank", optimized=False,
-        )  # fmt: skip
-
-    @pl.when(owner == cta.rank)
-    def _():
-        def add_one(place, total):
-            plgpu.barrier_wait(cta.barriers.sums_from_cluster_full.at[r * senders + place])
-            return _add(total, cta.smem.sums_from_cluster_s.at[r, place])
-
-        whole = lax.fori_loop(0, cta.stream_k.senders_before(tile, cta.config.cluster), add_one, total)
-        _finish_tile(consumer, whole, s, row_terms)
-
-
-def _finish_tile(consumer: Consumer, total: jax.Array, s: jax.Array, row_terms: list[jax.Array]) -> None:
-    """Applies the terms to the tile's sum and stores it as bf16 to its place in y."""
+def _finish(consumer: Consumer, total: jax.Array, s: jax.Array, span: Span, row_terms: list[jax.Array]) -> None:
+    """The CTA's sum over the segment is complete: applies the terms, stores the tile or its part of a shared one."""
     cta = consumer.cta
-    m_tile, n_tile = cta.grid.origin(cta.cluster_index, cta.segments.span(s).tile)
-    _store(consumer, _apply_terms(consumer, total, s, row_terms), m_tile, n_tile)
+    if cta.config.cluster > 1:
+
+        @pl.when(~span.is_whole)
+        def _():
+            _send_parts(consumer, total)
+
+    stage = _wait_for_lora(consumer, s, span) if cta.terms.has_lora else None
+    if cta.config.cluster == 1:
+        y = _apply_terms(consumer, total, 0, stage, row_terms)
+        _free_lora(consumer, s, stage)
+        _store(consumer, y, 0, span)
+        return
+    for part, (first, rows) in enumerate(cta.config.parts):
+
+        @pl.when(span.is_whole | (cta.rank == part))
+        def _(first=first, rows=rows):
+            whole = _add_received(consumer, total[:, first : first + rows], s, span)
+            _store(consumer, _apply_terms(consumer, whole, first, stage, row_terms), first, span)
+
+    _free_lora(consumer, s, stage)
+
+    @pl.when(~span.is_whole & (s < cta.segments.count - 1))
+    def _():  # all warps have read the sums: `_store`, where they meet, lies behind it
+        plgpu.barrier_arrive(cta.barriers.sums_from_cluster_empty.at[consumer.r])
 
 
-def _apply_terms(consumer: Consumer, total: jax.Array, s: jax.Array, row_terms: list[jax.Array]) -> jax.Array:
-    """total · multiplier (+ bias) (+ LoRA)."""
+def prepare_exchange(consumer: Consumer) -> None:
+    """Makes ready for what the other CTAs of the cluster send this warpgroup, if they share tiles; called once."""
+    cta = consumer.cta
+
+    @pl.when((consumer.q == 0) & (cta.segments.count > cta.segments.whole))
+    def _():
+        exchange.prepare(_sums_from_cluster(consumer)[1])
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(cta.barriers.sums_from_cluster_empty.at[consumer.r])
+
+
+def _send_parts(consumer: Consumer, total: jax.Array) -> None:
+    """Sends each other CTA the sums of its part of a shared tile."""
+    cta = consumer.cta
+    plgpu.barrier_wait(cta.barriers.sums_from_cluster_empty.at[consumer.r])
+    parts = [total[:, first : first + rows] for first, rows in cta.config.parts]
+    exchange.send(parts, cta.rank, *_sums_from_cluster(consumer))
+
+
+def _add_received(consumer: Consumer, own: jax.Array, s: jax.Array, span: Span) -> jax.Array:
+    """This CTA's sums of a part, and of a shared tile the other CTAs' with them."""
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        del i
+        return exchange.receive(total, *_sums_from_cluster(consumer), s - consumer.cta.segments.whole)
+
+    return lax.fori_loop(0, (~span.is_whole).astype(jnp.int32), add, own)
+
+
+def _sums_from_cluster(consumer: Consumer) -> tuple[jax.Ref, jax.Ref]:
+    """This warpgroup's places for the sums of the other CTAs, and their mbarrier."""
+    smem = consumer.cta.smem
+    return smem.sums_from_cluster_s.at[consumer.r], smem.sums_from_cluster_full_s.at[consumer.r]
+
+
+def _wait_for_lora(consumer: Consumer, s: jax.Array, span: Span) -> jax.Array:
+    """The pipeline stage of the LoRA input, once all of it is there."""
+    stage = consumer.wait_full(s, span.k_end)
+    if consumer.cta.terms.has_partials:
+
+        @pl.when(s == 0)
+        def _():
+            plgpu.barrier_wait(consumer.cta.barriers.lora_x_full)
+
+    return stage
+
+
+def _free_lora(consumer: Consumer, s: jax.Array, stage: jax.Array | None) -> None:
+    """Tells the producer that the LoRA input has been read."""
+    if stage is None:
+        return
+    consumer.free(stage)
+
+    @pl.when(s < consumer.cta.segments.count - 1)
+    def _():
+        plgpu.barrier_arrive(consumer.cta.barriers.lora_b_empty)
+
+
+def _apply_terms(
+    consumer: Consumer, total: jax.Array, first: int, stage: jax.Array | None, row_terms: list[jax.Array]
+) -> jax.Array:
+    """total · multiplier (+ bias) (+ LoRA) of the tile's rows from `first` on."""
     terms = consumer.cta.terms
     total = total * lax.broadcast_in_dim(row_terms[0], total.shape, (0,))
     if terms.has_bias:
         total = total + lax.broadcast_in_dim(row_terms[1].astype(jnp.float32), total.shape, (0,))
     if terms.has_lora:
-        total = _add_lora(consumer, total, s)
+        total = _add_lora(consumer, total, first, stage)
     return total
 
 
-def _add_lora(consumer: Consumer, total: jax.Array, s: jax.Array) -> jax.Array:
-    """total + scale · (x A) B, once the LoRA input is there."""
-    cta = consumer.cta
-    stage = consumer.wait_full(s, cta.segments.span(s).k_end)
-    if cta.terms.has_partials:
-
-        @pl.when(cta.segments.owned_before(s) == 0)
-        def _():
-            plgpu.barrier_wait(cta.barriers.lora_x_full)
-
-    total = _expand_lora(consumer, total, stage)
-    consumer.free(stage)
-
-    @pl.when(s < cta.segments.count - 1)
-    def _():
-        plgpu.barrier_arrive(cta.barriers.lora_b_empty)
-
-    return total
-
-
-def _expand_lora(consumer: Consumer, total: jax.Array, stage: jax.Array) -> jax.Array:
+def _add_lora(consumer: Consumer, total: jax.Array, first: int, stage: jax.Array) -> jax.Array:
     """total + scale · (x A) B by one `wgmma` that accumulates upon the sum."""
     terms, smem = consumer.cta.terms, consumer.cta.smem
 
     def accumulate(acc):
         lora_x = smem.lora_x_s if terms.has_partials else smem.x_s.at[stage, 0, :, pl.ds(0, TILE)]
-        plgpu.wgmma(acc, smem.lora_b_s.at[consumer.r].T, lora_x.T)
+        plgpu.wgmma(acc, smem.lora_b_s.at[consumer.r].T, lora_x.at[pl.ds(first, total.shape[1])].T)
         plgpu.wgmma_wait(0)
 
     # Accumulate total / scale, then multiply by scale: exact for powers of two, else a few fp32 roundings.
@@ -162,18 +191,20 @@ def _expand_lora(consumer: Consumer, total: jax.Array, stage: jax.Array) -> jax.
     return pl.run_state(accumulate)(plgpu.ACC.init(total * (1.0 / terms.scale))) * terms.scale
 
 
-def _store(consumer: Consumer, total: jax.Array, m_tile: jax.Array, n_tile: jax.Array) -> None:
-    """Rounds to bf16 and stores [64, tile_m] through shared memory, by TMA."""
+def _store(consumer: Consumer, total: jax.Array, first: int, span: Span) -> None:
+    """Rounds to bf16 and stores the tile's rows from `first` on, [64, rows], through shared memory, by TMA."""
     cta, r = consumer.cta, consumer.r
     y = plgpu.layout_cast(total.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store of the tile before has left the buffer
-    cta.operand.store(cta.smem.out_s.at[r], y)
+    out_s = cta.smem.out_s.at[r, pl.ds(0, total.shape[1])]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the store before has left the buffer
+    cta.operand.store(out_s, y)
     plgpu.commit_smem()
-    first = (n_tile * cta.config.warpgroups_n + r) * TILE
+    row, block, end = cta.origin(span)
+    row, block = row + first, block + r
 
-    # TMA would drop a store past the end by itself, but not where y is one tile wide: Mosaic leaves an axis of size one
-    # and its index out of the copy, and the store would land on the tile before.
-    @pl.when(first < cta.gmem.out_g.shape[1])
+    # TMA would drop a store past the end by itself, but not where y is one tile wide or high: Mosaic leaves an axis of
+    # size one and its index out of the copy, and the store would land on the tile before.
+    @pl.when((block < end) & (row < cta.gmem.out_g.shape[0]))
     def _():
-        where = pl.ds(m_tile * cta.config.tile_m, cta.config.tile_m), pl.ds(first, TILE)
-        plgpu.copy_smem_to_gmem(cta.smem.out_s.at[r], cta.gmem.out_g.at[where])
+        where = pl.ds(row, total.shape[1]), pl.ds(block * TILE, TILE)
+        plgpu.copy_smem_to_gmem(out_s, cta.gmem.out_g.at[where])

@@ -16,6 +16,7 @@ projection of a model is.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -30,11 +31,11 @@ from qerl_kernels.gpu import H200, Gpu
 from qerl_kernels.nvfp4_matmul.gemm.barriers import Barriers, declare_barriers
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig
 from qerl_kernels.nvfp4_matmul.gemm.cta import Cta, Gmem, WeightOperand
-from qerl_kernels.nvfp4_matmul.gemm.epilogue import load_row_terms, run_epilogue
+from qerl_kernels.nvfp4_matmul.gemm.epilogue import load_row_terms, prepare_exchange, run_epilogue
 from qerl_kernels.nvfp4_matmul.gemm.mainloop import Consumer, multiply
 from qerl_kernels.nvfp4_matmul.gemm.operand import FORWARD
 from qerl_kernels.nvfp4_matmul.gemm.producer import produce
-from qerl_kernels.nvfp4_matmul.gemm.schedule import Segments, StreamK, TileGrid
+from qerl_kernels.nvfp4_matmul.gemm.schedule import Segments, TileGrid
 from qerl_kernels.nvfp4_matmul.gemm.smem import Smem, declare_smem
 from qerl_kernels.nvfp4_matmul.gemm.terms import Terms
 from qerl_kernels.nvfp4_matmul.lora_input import describe, is_lora_x
@@ -125,13 +126,17 @@ def launch(
     features of the GEMM."""
     _check_config(config, terms, gpu)
     m, k = x.shape
-    m_tiles, n_tiles = -(-m // config.tile_m), -(-n // config.tile_n)
+    together = -(-k // (TILE * config.stage_k_tiles * config.unroll))
+    if together < config.cluster:  # a CTA would have no share of a sum
+        config = dataclasses.replace(config, cluster=1)
     grid = TileGrid(
-        m_tiles=m_tiles,
-        n_tiles=n_tiles,
-        k_iterations=-(-k // (TILE * config.stage_k_tiles * config.unroll)) * config.unroll,
-        clusters=min(m_tiles * n_tiles, config.resident_clusters(gpu)),
+        m_tiles=-(-m // config.tile_m),
+        widths=tuple(-(-width // TILE) for width in terms.lora_widths or (n,)),
+        tile_blocks=config.warpgroups_n,
+        k_iterations=together * config.unroll,
+        clusters=config.resident_clusters(gpu),
     )
+    grid = dataclasses.replace(grid, clusters=min(grid.clusters, grid.m_tiles * grid.n_tiles))
     words = operand.words(weight.words)
     weight_tiles = operand.place(config.warpgroups_n, config.stage_k_tiles)
     call = plgpu.kernel(
@@ -169,15 +174,13 @@ def _body(
     bias_g = extra.pop(0) if terms.has_bias else None
     lora_x_g = extra.pop(0) if terms.has_lora else None
     warpgroup, cluster_index, rank = (lax.axis_index(name) for name in ("warpgroup", "cluster", "cluster_rank"))
-    total_k_iterations = grid.tile_count(cluster_index) * grid.k_iterations
-    stream_k = StreamK(total_k_iterations, grid.k_iterations, config.cluster, config.unroll)
+    tiles = grid.tile_count(cluster_index)
     cta = Cta(
         config=config,
         terms=terms,
         operand=operand,
         grid=grid,
-        stream_k=stream_k,
-        segments=Segments.of(stream_k, rank, terms.has_lora),
+        segments=Segments(tiles, grid.k_iterations, config.cluster, config.unroll, rank, terms.has_lora),
         cluster_index=cluster_index,
         rank=rank,
         gmem=Gmem(x_g, words_g, scales_g, multiplier_g, bias_g, lora_x_g, tuple(extra), out_g),
@@ -201,10 +204,12 @@ def _consume(cta: Cta, warpgroup: jax.Array) -> None:
         plgpu.set_max_registers(registers[1], action="increase")
     q, r = lax.div(warpgroup, cta.config.warpgroups_n), lax.rem(warpgroup, cta.config.warpgroups_n)
     consumer = Consumer(cta, r, q)
+    if cta.config.cluster > 1:
+        prepare_exchange(consumer)
 
     def one_segment(s, carry):
         span = cta.segments.span(s)
-        row_terms = load_row_terms(consumer, span.tile)
+        row_terms = load_row_terms(consumer, span)
         run_epilogue(consumer, multiply(consumer, s), s, span, row_terms)
         return carry
 

@@ -27,38 +27,33 @@ def produce(cta: Cta) -> None:
 
     @plgpu.warp_map
     def _(warp):
-        """Warp 0 copies; the others reduce `x A` where this CTA owns a tile."""
+        """Warp 0 copies; the others reduce `x A`."""
 
         @pl.when(warp == 0)
         def _():
             _copy_all(cta)
 
-        @pl.when((warp > 0) & (cta.segments.owned_before(cta.segments.count) > 0))
+        @pl.when(warp > 0)
         def _():
             reduce_partials(cta.gmem.lora_x_g, cta.smem.lora_x_s, registers[0] if registers else None)
             plgpu.barrier_arrive(cta.barriers.lora_x_full)
 
 
 def _copy_all(cta: Cta) -> None:
-    """The copies of all segments: each k-iteration, then the LoRA input where this CTA owns the tile."""
+    """The copies of all segments: each k-iteration, then the LoRA input."""
 
     def one_segment(s, carry):
         span = cta.segments.span(s)
-        m_tile, n_tile = cta.grid.origin(cta.cluster_index, span.tile)
-        rows = pl.ds(m_tile * cta.config.tile_m, cta.config.tile_m)
+        first_row, block, _ = cta.origin(span)
+        rows = pl.ds(first_row, cta.config.tile_m)
 
         def one_k_iteration(k_iteration, carry):
-            k_tile = (k_iteration - span.tile * cta.grid.k_iterations) * cta.config.stage_k_tiles
-            _copy_k_iteration(cta, s, k_iteration, k_tile, rows, n_tile)
+            _copy_k_iteration(cta, s, k_iteration, rows, block)
             return carry
 
         lax.fori_loop(span.k_begin, span.k_end, one_k_iteration, None)
         if cta.terms.has_lora:
-
-            @pl.when(span.is_owner)
-            def _():
-                _copy_lora(cta, s, span.k_end, rows, n_tile)
-
+            _copy_lora(cta, s, span.k_end, rows, block)
         return carry
 
     lax.fori_loop(0, cta.segments.count, one_segment, None)
@@ -75,14 +70,13 @@ def _acquire(cta: Cta, use: jax.Array) -> jax.Array:
     return stage
 
 
-def _copy_k_iteration(
-    cta: Cta, s: jax.Array, k_iteration: jax.Array, k_tile: jax.Array, rows: pl.Slice, n_tile: jax.Array
-) -> None:
-    """One k-iteration: words, scales and x of `stage_k_tiles` k-tiles from number `k_tile` on."""
+def _copy_k_iteration(cta: Cta, s: jax.Array, k_iteration: jax.Array, rows: pl.Slice, block: jax.Array) -> None:
+    """One k-iteration: words, scales and x of `stage_k_tiles` k-tiles. `block`: first of the tile's output features."""
     config, gmem, smem = cta.config, cta.gmem, cta.smem
+    k_tile = k_iteration * config.stage_k_tiles
     stage = _acquire(cta, cta.segments.pipeline_index(s, k_iteration))
     full = cta.barriers.full.at[stage]
-    along_k, along_n = pl.ds(k_tile, config.stage_k_tiles), pl.ds(n_tile * config.warpgroups_n, config.warpgroups_n)
+    along_k, along_n = pl.ds(k_tile, config.stage_k_tiles), pl.ds(block, config.warpgroups_n)
     weight_tiles = cta.operand.place(along_n, along_k)
     plgpu.copy_gmem_to_smem(gmem.words_g.at[weight_tiles], smem.words_s.at[stage], full)
     plgpu.copy_gmem_to_smem(gmem.scales_g.at[weight_tiles], smem.scales_s.at[stage], full)
@@ -93,12 +87,12 @@ def _copy_k_iteration(
         plgpu.barrier_arrive(full)
 
 
-def _copy_lora(cta: Cta, s: jax.Array, k_end: jax.Array, rows: pl.Slice, n_tile: jax.Array) -> None:
+def _copy_lora(cta: Cta, s: jax.Array, k_end: jax.Array, rows: pl.Slice, block: jax.Array) -> None:
     """One more use of the pipeline: `x A`, if it comes whole, into the place of x, and B beside it (zero-filled past
     its rank). `k_end`: that of the segment's `Span`."""
     config, gmem, smem = cta.config, cta.gmem, cta.smem
 
-    @pl.when(cta.segments.owned_before(s) > 0)
+    @pl.when(s > 0)
     def _():
         plgpu.barrier_wait(cta.barriers.lora_b_empty)
 
@@ -106,7 +100,7 @@ def _copy_lora(cta: Cta, s: jax.Array, k_end: jax.Array, rows: pl.Slice, n_tile:
     full = cta.barriers.full.at[stage]
     offset = 0
     for adapter, (width, b_g) in enumerate(zip(cta.terms.lora_widths, gmem.lora_b_g, strict=True)):
-        first = n_tile * config.warpgroups_n * TILE
+        first = block * TILE
 
         @pl.when((first >= offset) & (first < offset + width))
         def _(adapter=adapter, b_g=b_g, offset=offset, first=first):

@@ -1,11 +1,13 @@
-"""The schedule: persistent clusters over output tiles, and Stream-K among the CTAs of one cluster.
+"""The schedule: persistent clusters over output tiles, and the CTAs of a cluster over its tiles.
 
-Each cluster walks over its tiles, which are whole: no tile is shared by two clusters, and no workspace in HBM is
-needed. Laid end to end, the k-iterations of a cluster's tiles (a k-iteration is one use of a pipeline stage) are cut
-into `ctas` equal runs, one for each CTA, so that all CTAs finish together even where the tiles do not divide evenly. A
-run may begin or end within a tile; a CTA's part of one tile is a segment. The CTA with a tile's first k-iteration owns
-the tile: it adds the sums of the CTAs that continue it, which come through distributed shared memory, in a fixed order,
-so that the result is deterministic. With clusters of one CTA this is a plain persistent kernel over whole tiles.
+Each cluster walks over its tiles: no tile is shared by two clusters, and no workspace in HBM is needed. Each of its
+CTAs takes equally many whole tiles. All CTAs take part in each tile that is left over: every CTA sums a run of the
+tile's k-iterations (one is one use of a pipeline stage), and finishes the sums of some of its rows
+(`GemmConfig.parts`), which the others send it through distributed shared memory. So all CTAs finish together even where
+the tiles do not divide evenly; what crosses CTAs is less than a tile for each; and sums are added in a fixed order, so
+that the result is deterministic. With clusters of one CTA this is a plain persistent kernel over whole tiles.
+
+A CTA's part in one tile is a segment: first its whole tiles, then its runs of shared ones.
 """
 
 from __future__ import annotations
@@ -20,12 +22,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 @dataclasses.dataclass(frozen=True)
 class TileGrid:
-    """The output tiles, the k-iterations (pipeline stages) of each, and the clusters that share the tiles."""
+    """The output tiles, the k-iterations (pipeline stages) of each, and the clusters that share the tiles.
+
+    Attributes:
+      m_tiles: tiles along m.
+      widths: blocks of 64 output features of each adapter, or of all; a tile belongs to one of them.
+      tile_blocks: blocks of a tile; the last tile of an adapter may have fewer.
+      k_iterations: k-iterations of a tile.
+      clusters: clusters of the grid.
+    """
 
     m_tiles: int
-    n_tiles: int
+    widths: tuple[int, ...]
+    tile_blocks: int
     k_iterations: int
     clusters: int
+
+    @property
+    def n_tiles(self) -> int:
+        """Tiles along n."""
+        return sum(-(-width // self.tile_blocks) for width in self.widths)
 
     def tile_count(self, cluster_index: jax.Array) -> jax.Array:
         """Number of tiles of a cluster."""
@@ -38,44 +54,14 @@ class TileGrid:
             return jnp.int32(0), index
         return plgpu.planar_snake(index, (self.m_tiles, self.n_tiles), 1, 8)
 
-
-@dataclasses.dataclass(frozen=True)
-class StreamK:
-    """How the CTAs of a cluster share its tiles. It is the same on every CTA, so that owner and senders agree.
-
-    Attributes:
-      total_k_iterations: k-iterations of all tiles of the cluster.
-      k_iterations: k-iterations of a tile.
-      ctas: CTAs of the cluster.
-      unroll: k-iterations that a CTA takes together.
-    """
-
-    total_k_iterations: jax.Array
-    k_iterations: int
-    ctas: int
-    unroll: int
-
-    def begin(self, rank: jax.Array) -> jax.Array:
-        """First k-iteration of a CTA, counted over the cluster's tiles; it ends where the next CTA begins."""
-        total = lax.div(self.total_k_iterations, jnp.int32(self.unroll))
-        return lax.div(rank * total, jnp.int32(self.ctas)) * self.unroll
-
-    def owner(self, tile: jax.Array) -> jax.Array:
-        """Cluster rank of the CTA with a tile's first k-iteration."""
-        first = tile * self.k_iterations
-        return sum((self.begin(jnp.int32(rank)) <= first).astype(jnp.int32) for rank in range(self.ctas)) - 1
-
-    def senders_before(self, tile: jax.Array, before: jax.Array | int) -> jax.Array:
-        """How many CTAs between a tile's owner and cluster rank `before` send their sums to the owner: those with any
-        k-iteration of the tile. For a sender's own rank this is its place among the senders; for a rank past the last
-        it is the number that the owner waits for."""
-        owner, end = self.owner(tile), (tile + 1) * self.k_iterations
-        count = jnp.int32(0)
-        for rank in range(1, self.ctas):
-            begin = self.begin(jnp.int32(rank))
-            works = (begin < end) & (begin < self.begin(jnp.int32(rank + 1)))
-            count += ((rank > owner) & (rank < before) & works).astype(jnp.int32)
-        return count
+    def blocks(self, n_tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(first block of a tile, end of the blocks of its adapter)."""
+        first, end, tiles = n_tile * self.tile_blocks, jnp.int32(self.widths[0]), 0
+        for width, after in zip(self.widths, self.widths[1:], strict=False):
+            tiles += -(-width // self.tile_blocks)
+            is_behind = (n_tile >= tiles).astype(jnp.int32)
+            first, end = first - is_behind * (-width % self.tile_blocks), end + is_behind * after
+        return first, end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,66 +70,69 @@ class Span:
 
     Attributes:
       tile: the tile, counted over the cluster's tiles.
-      k_begin: first k-iteration, counted over the cluster's tiles.
+      k_begin: first k-iteration.
       k_end: k-iteration past the last.
-      k_iterations: k-iterations of a tile.
+      is_whole: whether these are all of the tile, which no other CTA shares.
     """
 
     tile: jax.Array
     k_begin: jax.Array
     k_end: jax.Array
-    k_iterations: int
-
-    @property
-    def is_owner(self) -> jax.Array:
-        """Whether the CTA of this segment owns the tile: it has the tile's first k-iteration."""
-        return self.k_begin == self.tile * self.k_iterations
+    is_whole: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segments of one CTA, 0 ... count - 1. It owns the tile of each, except that of segment 0 where its run starts
-    within a tile.
+    """The segments of one CTA, 0 ... count - 1.
 
     Attributes:
-      k_iterations: k-iterations of a tile.
-      begin: first k-iteration of the run, counted over the cluster's tiles.
-      end: the k-iteration past the run.
-      first_tile: tile of segment 0, counted over the cluster's tiles.
-      count: number of segments.
-      starts_within: 1 where segment 0 continues a tile of another CTA.
-      has_lora: whether every owned tile uses one more pipeline stage, at its end, for its LoRA input.
+      tiles: tiles of the cluster.
+      k_iterations: k-iterations of a tile, a multiple of `unroll` and no fewer than `ctas` · `unroll`.
+      ctas: CTAs of the cluster.
+      unroll: k-iterations that a CTA takes together.
+      rank: cluster rank of the CTA.
+      has_lora: whether every segment uses one more pipeline stage, at its end, for its LoRA input.
     """
 
+    tiles: jax.Array
     k_iterations: int
-    begin: jax.Array
-    end: jax.Array
-    first_tile: jax.Array
-    count: jax.Array
-    starts_within: jax.Array
+    ctas: int
+    unroll: int
+    rank: jax.Array
     has_lora: bool
 
-    @classmethod
-    def of(cls, stream_k: StreamK, rank: jax.Array, has_lora: bool) -> Segments:
-        """The segments of the CTA of this cluster rank."""
-        k_iterations = stream_k.k_iterations
-        begin, end = stream_k.begin(rank), stream_k.begin(rank + 1)
-        first_tile = lax.div(begin, k_iterations)
-        count = jnp.where(end > begin, lax.div(end - 1, k_iterations) - first_tile + 1, 0)
-        starts_within = (begin > first_tile * k_iterations).astype(jnp.int32)
-        return cls(k_iterations, begin, end, first_tile, count, starts_within, has_lora)
+    @property
+    def whole(self) -> jax.Array:
+        """Number of the CTA's whole tiles."""
+        return lax.div(self.tiles, jnp.int32(self.ctas))
+
+    @property
+    def count(self) -> jax.Array:
+        """Number of segments, the same for all CTAs of the cluster."""
+        return self.tiles - self.whole * (self.ctas - 1)
+
+    def _cut(self, rank: jax.Array) -> jax.Array:
+        """First k-iteration of a CTA in a shared tile; it ends where the next CTA begins."""
+        return lax.div(rank * (self.k_iterations // self.unroll), jnp.int32(self.ctas)) * self.unroll
 
     def span(self, s: jax.Array) -> Span:
         """The part of a tile that segment s is."""
-        tile = self.first_tile + s
-        k_begin = jnp.maximum(self.begin, tile * self.k_iterations)
-        return Span(tile, k_begin, jnp.minimum(self.end, (tile + 1) * self.k_iterations), self.k_iterations)
-
-    def owned_before(self, s: jax.Array) -> jax.Array:
-        """Number of owned tiles before segment s."""
-        return jnp.maximum(s - self.starts_within, 0)
+        if self.ctas == 1:
+            return Span(s, jnp.int32(0), jnp.int32(self.k_iterations), jnp.bool_(True))
+        is_whole = s < self.whole
+        return Span(
+            tile=jnp.where(is_whole, s * self.ctas + self.rank, s + self.whole * (self.ctas - 1)),
+            k_begin=jnp.where(is_whole, 0, self._cut(self.rank)),
+            k_end=jnp.where(is_whole, self.k_iterations, self._cut(self.rank + 1)),
+            is_whole=is_whole,
+        )
 
     def pipeline_index(self, s: jax.Array, k_iteration: jax.Array) -> jax.Array:
-        """Index of a k-iteration of segment s among all uses of the pipeline by this CTA. With LoRA every owned tile
-        has one more use, at its end: its index is that of `Span.k_end`."""
-        return k_iteration - self.begin + (self.owned_before(s) if self.has_lora else 0)
+        """Index of a k-iteration of segment s among all uses of the pipeline by this CTA. With LoRA every segment has
+        one more use, at its end: its index is that of `Span.k_end`."""
+        if self.ctas == 1:
+            return s * (self.k_iterations + self.has_lora) + k_iteration
+        begin, end = self._cut(self.rank), self._cut(self.rank + 1)
+        whole = jnp.minimum(s, self.whole)
+        before = whole * self.k_iterations + (s - whole) * (end - begin) + s * self.has_lora
+        return before + k_iteration - jnp.where(s < self.whole, 0, begin)
