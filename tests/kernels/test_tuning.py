@@ -43,16 +43,19 @@ def test_by_hand(change, m, n, tile_m):
     assert tuning.balance_waves(config, m, n) == dataclasses.replace(config, tile_m=tile_m)
 
 
+LARGE = GemmConfig(tile_m=232, warpgroups_n=2, k_tiles=1, stages=5, lookahead=True)
+
+
 @pytest.mark.parametrize(
-    ("adapters", "change"),
+    ("config", "adapters", "change"),
     [
-        ([(32, 896)], {"stages": 4}),  # LoRA's input takes the room of a stage
-        ([(32, 448)] * 2, {"warpgroups_n": 1}),  # 128 features are of two adapters
-        ([(32, 416), (32, 480)], None),  # and so are 64
+        (LARGE, [(32, 896)], {"stages": 4}),  # LoRA's input takes the room of a stage
+        (LARGE, [(32, 448)] * 2, {"stages": 4}),  # an adapter's last tile is half a tile
+        (LARGE, [(32, 416), (32, 480)], None),  # 64 features are of two adapters
+        (GemmConfig(64, stages=11, k_tiles=1), [(32, 896)], {"warpgroups_n": 2}),  # the room of two stages
     ],
 )
-def test_a_config_that_adds_adapters_has_room_for_them(adapters, change):
-    config = GemmConfig(tile_m=232, warpgroups_n=2, k_tiles=1, stages=5, lookahead=True)
+def test_a_config_that_adds_adapters_has_room_for_them(config, adapters, change):
     wanted = None if change is None else dataclasses.replace(config, **change)
     assert tuning.fit_lora(config, 896, adapters) == wanted
 

@@ -107,8 +107,8 @@ class GemmConfig:
         )
 
     def can_fuse_lora(self, n: int, shapes: Sequence[tuple[int, int]]) -> bool:
-        """Whether the epilogue can add adapters with B of these shapes: fusible, and none begins within a tile."""
-        return n % TILE == 0 and lora_input.can_fuse(n, shapes, self.tile_n)
+        """Whether the epilogue can add adapters with B of these shapes: fusible, and none begins within 64 features."""
+        return n % TILE == 0 and lora_input.can_fuse(n, shapes, TILE)
 
     def takes_partials(self, m: int, shapes: Sequence[tuple[int, int]]) -> bool:
         """Whether the kernel should be given `x A` of adapters with B of these shapes as split-K partials: there is one
