@@ -1,17 +1,18 @@
 """Whole Mosaic GPU kernels on a CPU, by JAX's interpreter of them: private to jax 0.12, and this file alone knows it.
 
 The interpreter runs all warpgroups of all CTAs, each as a thread: loops, copies by TMA, barriers, loads and stores. It
-finds races between them. It has no inline PTX, no `wgmma` whose A lies in registers, no `pl.run_state` with an
-accumulator and no `async_store_smem`. Stand-ins take the place of the first three: the kernel's own instructions on the
-numpy machine where they are written for any machine (`on_numpy`), else the definition.
+finds races between them. It has no inline PTX, no `wgmma` whose A lies in registers and no `pl.run_state` with an
+accumulator. Stand-ins take their place: the kernel's own instructions on the numpy machine where they are written for
+any machine (`on_numpy`), else the definition.
 
-Not modelled, so that no error in it can show: clusters of several CTAs; the asynchrony of `wgmma`, which has ended
-where it is started; register layouts and swizzles of Mosaic's own loads and stores.
+Not modelled, so that no error in it can show: what a CTA writes to another's memory; the asynchrony of `wgmma`, which
+has ended where it is started; register layouts and swizzles of Mosaic's own loads and stores.
 """
 
 import concurrent.futures
 import contextlib
 import faulthandler
+import os
 import types
 from collections.abc import Callable, Iterator
 
@@ -25,9 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 if jax.__version_info__[:2] != (0, 12):  # that of 0.11 wants every phase of a barrier to be waited for
     pytest.skip(f"written for the interpreter of jax 0.12, this is {jax.__version__}", allow_module_level=True)
 
+from jax._src import xla_bridge
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
 
+assert not xla_bridge.backends_are_initialized()
+os.environ["NPROC"] = "16"  # threads of XLA, in which the warpgroups of a cluster wait for each other
 WAIT_S = 600  # where a barrier is never completed the interpreter waits for ever: the process is ended
 # XLA flushes subnormals to zero in the threads that run callbacks, and threads inherit that. The numpy machine needs
 # them: codes of weights are bf16 subnormals. So it runs in a thread that is started here.

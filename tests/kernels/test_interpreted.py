@@ -2,7 +2,9 @@
 CTA and warpgroup does what, the pipeline and its barriers, masks, accumulators, epilogues, stores. Instructions in
 inline PTX run on the numpy machine for all threads of a warpgroup."""
 
+import collections
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from interpreted import ACCUMULATING, Namespace, interpreting, load, on_numpy, shaped
 from jax import lax
+from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numpy_machine import Memory, NumpyMachine
@@ -18,7 +21,16 @@ from qerl_kernels.decode_attention import kernel as attention
 from qerl_kernels.decode_attention.config import AttentionConfig
 from qerl_kernels.gpu import H200, gpu_of
 from qerl_kernels.nvfp4_matmul import cases, packing
-from qerl_kernels.nvfp4_matmul.gemm import epilogue, kernel, mainloop, operand, producer, reduce_partials, transposed
+from qerl_kernels.nvfp4_matmul.gemm import (
+    epilogue,
+    exchange,
+    kernel,
+    mainloop,
+    operand,
+    producer,
+    reduce_partials,
+    transposed,
+)
 from qerl_kernels.nvfp4_matmul.gemm.config import GemmConfig as Config
 from qerl_kernels.nvfp4_matmul.tcgen05 import kernel as tcgen05
 from test_decode_attention import exact, inputs
@@ -39,6 +51,36 @@ def reduced(partials: np.ndarray, rows: int) -> np.ndarray:
     source = np.int64(memory.begins[0])
     reduce_partials.emit(machine, source, np.int64(0), np.arange(96), partials.shape, rows, None)
     return machine.shared[swizzle(np.arange(128 * rows))].view(BF16).reshape(rows, 64)
+
+
+class Posts:
+    """`exchange` by a dictionary of the host: what each CTA was sent, in the order of the shared tiles."""
+
+    def __init__(self):
+        self.came, self.changed = collections.defaultdict(list), threading.Condition()
+
+    def send(self, parts, rank, sums_s, mbarrier) -> None:
+        """To the warpgroup of the same number in the others."""
+
+        def post(rank, cluster, warpgroup, *parts) -> None:
+            with self.changed:
+                for to, part in enumerate(parts):
+                    self.came[int(cluster), int(warpgroup), to, int(rank)].append(np.asarray(part))
+                self.changed.notify_all()
+
+        io_callback(post, None, rank, lax.axis_index("cluster"), lax.axis_index("warpgroup"), *parts)
+
+    def receive(self, own, sums_s, mbarrier, phase) -> jax.Array:
+        place = [lax.axis_index(name) for name in ("cluster", "warpgroup", "cluster_rank")]
+
+        def take(own, phase, *place) -> np.ndarray:
+            others = [rank for rank in range(sums_s.shape[0] + 1) if rank != place[-1]]
+            with self.changed:
+                boxes = [self.came[*map(int, place), rank] for rank in others]
+                assert self.changed.wait_for(lambda: min(map(len, boxes)) > phase, 60)
+            return np.asarray(sum((box[int(phase)] for box in boxes), np.asarray(own)))
+
+        return io_callback(take, shaped(own.shape), own, phase, *place)
 
 
 @pytest.fixture
@@ -71,7 +113,9 @@ def gemms(monkeypatch):
     def loaded_transposed(*refs):
         return on_numpy(load_transposed, (u32(4, 128), u32(8, 128)), *(ref[...] for ref in refs))
 
+    posts = Posts()
     stand_ins = {
+        exchange: {"prepare": lambda mbarrier: None, "send": posts.send, "receive": posts.receive},
         operand: {"load": load, "dequantize": lambda *tile: on_numpy(dequantize, TILE, *tile)},
         mainloop: {"plgpu": Namespace(plgpu, wgmma_wait=wgmma_wait)},
         producer: {"plgpu": Namespace(plgpu, warp_map=warp_map), "reduce_partials": reduce},
@@ -102,6 +146,10 @@ def random_packed(n: int, k: int):
         (Config(8, warpgroups_n=1, k_tiles=1, stages=3, lookahead=True), 8, 64, 320, (24,), 0),
         (Config(8, warpgroups_n=1, k_tiles=2, stages=2, lookahead=True), 16, 64, 384, (), 0),
         (Config(8, warpgroups_n=1, warpgroups_k=2, k_tiles=1, stages=6), 8, 128, 192, (16,), 0),
+        (Config(16, warpgroups_n=2, cluster=2, k_tiles=1, stages=2), 40, 448, 192, (8, 16, 32), 0),
+        (Config(40, warpgroups_n=1, cluster=3, k_tiles=1, stages=2), 37, 320, 256, (16,), 0),
+        (Config(24, warpgroups_n=1, cluster=4, k_tiles=1, stages=2, lookahead=True), 20, 64, 640, (24,), 0),
+        (Config(8, warpgroups_n=1, warpgroups_k=2, cluster=2, k_tiles=1, stages=3), 5, 64, 384, (24,), 3),
     ],
     ids=lambda value: None if isinstance(value, int) else "",
 )
