@@ -20,7 +20,8 @@ from jaxlib.mlir import ir
 
 from qerl_kernels.decode_attention.config import QUERIES
 from qerl_kernels.decode_attention.kv_tiles import smem_transforms
-from qerl_kernels.decode_attention.layouts import ACCUMULATOR, MERGED, PER_QUERY, SCALAR, f32_pair, fragmented_array
+from qerl_kernels.decode_attention.layouts import ACCUMULATOR, MERGED, PER_QUERY
+from qerl_kernels.ptx.arrays import SCALAR, f32_pair, fragmented_array
 from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.load import load
 from qerl_kernels.ptx.values import F32, I32, element

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 
+from qerl_kernels.ptx.arrays import f32_pair, fragmented_array
 from qerl_kernels.ptx.values import F32, I32, as_word
 
 # [warps, rows, queries] as the accumulators C lie: each warp has its own.
@@ -28,28 +27,12 @@ B_OPERAND = plgpu.Layout.TILED(
 # [head dim, queries] spread over the threads of the warpgroup, two queries each.
 MERGED = plgpu.Layout.TILED(plgpu.Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 PER_QUERY = MERGED.reduce(0)
-SCALAR = plgpu.Layout.WG_SPLAT(())
-
-
-def fragmented_array(
-    registers: Sequence[ir.Value], shape: tuple[int, ...], layout: plgpu.Layout
-) -> mgpu.FragmentedArray:
-    """A thread's registers, in the order of the layout, as an array."""
-    layout = layout.to_mgpu()
-    flat = np.empty(len(registers), dtype=object)
-    flat[:] = registers
-    return mgpu.FragmentedArray(_registers=flat.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None)
 
 
 def accumulator(tiles: Sequence[Sequence[F32]], shape: tuple[int, ...]) -> mgpu.FragmentedArray:
     """Accumulators of 16 rows each, four registers, as an array in `ACCUMULATOR`."""
     pairs = [half for a, b, c, d in tiles for half in ((a, b), (c, d))]
     return fragmented_array([f32_pair(*pair) for pair in pairs], shape, ACCUMULATOR)
-
-
-def f32_pair(first: F32, second: F32) -> ir.Value:
-    """Two values as a register of an array."""
-    return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), [first.value, second.value])
 
 
 def words(registers: Sequence[ir.Value]) -> list[I32]:

@@ -19,8 +19,8 @@ from jaxlib.mlir import ir
 
 from qerl_kernels.decode_attention.config import KV_TILE, SPLITS, WARP_TOKENS
 from qerl_kernels.decode_attention.kv_tiles import ROW_BYTES, lane_and_warp, smem_transforms
-from qerl_kernels.decode_attention.layouts import SCALAR
 from qerl_kernels.decode_attention.work import Shared, Work
+from qerl_kernels.ptx.arrays import SCALAR
 from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.values import I32, Ptr
 

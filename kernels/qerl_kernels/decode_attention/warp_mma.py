@@ -22,14 +22,8 @@ from jaxlib.mlir.dialects import arith
 
 from qerl_kernels.decode_attention.config import QUERIES, WARP_TOKENS
 from qerl_kernels.decode_attention.kv_tiles import lane_and_warp, load_keys, load_values, smem_transforms
-from qerl_kernels.decode_attention.layouts import (
-    ACCUMULATOR,
-    B_OPERAND,
-    MERGED,
-    SCALAR,
-    accumulator,
-    words,
-)
+from qerl_kernels.decode_attention.layouts import ACCUMULATOR, B_OPERAND, MERGED, accumulator, words
+from qerl_kernels.ptx.arrays import SCALAR
 from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.values import F32, I32, Ptr, element
 

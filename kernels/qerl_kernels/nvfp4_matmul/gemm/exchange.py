@@ -16,8 +16,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
-from qerl_kernels.decode_attention.layouts import SCALAR, f32_pair, fragmented_array
 from qerl_kernels.nvfp4_matmul.packing import TILE
+from qerl_kernels.ptx.arrays import SCALAR, f32_pair, fragmented_array
 from qerl_kernels.ptx.instructions import PtxMachine
 from qerl_kernels.ptx.values import F32, I32, element
 
