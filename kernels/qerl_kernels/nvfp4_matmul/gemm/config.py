@@ -116,22 +116,19 @@ class GemmConfig:
         has_room = self.smem_bytes(True, has_partials=True) * self.ctas_per_sm <= H200.smem_bytes
         return len(shapes) == 1 and m <= min(self.tile_m, MAX_PARTIALS_M) and has_room
 
-    def register_split(self, reduces_partials: bool = False) -> tuple[int, int] | None:
-        """Registers of a producer and of a consumer thread, or None to leave them even. A producer that reduces split-K
-        partials gets what the consumers leave.
+    def register_split(self) -> tuple[int, int] | None:
+        """Registers of a producer and of a consumer thread, or None to leave them even. The producer, for which 24 or
+        40 would do, gets all that the consumers leave.
 
         `setmaxnreg` moves registers within what the CTA was launched with: the largest multiple of 8 that fits 64 Ki
         for all its threads. A request for more in all would wait for ever.
         """
         if self.consumers == 1 or self.ctas_per_sm > 1:
             return None
-        threads = (self.consumers + 1) * 128
-        at_launch = 65536 // threads // 8 * 8 * threads
-        producer = 40 if self.consumers <= 2 else 24
-        consumer = min(240, (at_launch // 128 - producer) // self.consumers // 8 * 8)
-        if reduces_partials:
-            producer = (at_launch // 128 - self.consumers * consumer) // 8 * 8
-        return producer, consumer
+        at_launch = 65536 // ((self.consumers + 1) * 128) // 8 * 8 * (self.consumers + 1)  # of a thread of each
+        least = 40 if self.consumers <= 2 else 24
+        consumer = min(240, (at_launch - least) // self.consumers // 8 * 8)
+        return at_launch - self.consumers * consumer, consumer
 
     def resident_clusters(self, gpu: Gpu) -> int:
         """Clusters that a GPU should hold at a time."""

@@ -199,7 +199,7 @@ def _body(
 
 def _consume(cta: Cta, warpgroup: jax.Array) -> None:
     """All that a consumer warpgroup does: mainloop and epilogue of each segment."""
-    registers = cta.config.register_split(cta.terms.has_partials)
+    registers = cta.config.register_split()
     if registers:
         plgpu.set_max_registers(registers[1], action="increase")
     q, r = lax.div(warpgroup, cta.config.warpgroups_n), lax.rem(warpgroup, cta.config.warpgroups_n)

@@ -18,7 +18,7 @@ from qerl_kernels.nvfp4_matmul.packing import TILE
 
 def produce(cta: Cta) -> None:
     """All that the producer warpgroup does."""
-    registers = cta.config.register_split(cta.terms.has_partials)
+    registers = cta.config.register_split()
     if registers:
         plgpu.set_max_registers(registers[0], action="decrease")
     if not cta.terms.has_partials:
