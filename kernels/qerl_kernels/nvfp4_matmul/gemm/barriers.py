@@ -80,9 +80,7 @@ def declare_barriers(config: GemmConfig, terms: Terms) -> Barriers:
         empty=plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         lora_b_empty=plgpu.Barrier(num_arrivals=n) if terms.has_lora else None,
         full=plgpu.Barrier(num_arrivals=full_arrivals(config, terms), num_barriers=config.stages),
-        sums_from_cluster_empty=plgpu.ClusterBarrier(
-            collective_axes=("cluster_rank",), num_barriers=config.warpgroups_n
-        )
+        sums_from_cluster_empty=plgpu.ClusterBarrier(collective_axes=("cluster_rank",), num_barriers=n)
         if shares_tiles
         else None,
         lora_x_full=plgpu.Barrier(num_arrivals=3) if terms.has_partials else None,

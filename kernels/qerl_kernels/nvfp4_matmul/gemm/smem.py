@@ -15,16 +15,9 @@ from qerl_kernels.nvfp4_matmul.gemm.terms import Terms
 from qerl_kernels.nvfp4_matmul.packing import TILE
 
 _FIELDS = (
-    "lora_b_s",
-    "warpgroup_sums_s",
-    "out_s",
-    "sums_from_cluster_s",
-    "sums_from_cluster_full_s",
-    "scales_s",
-    "lora_x_s",
-    "words_s",
-    "x_s",
-)
+    "lora_b_s", "warpgroup_sums_s", "out_s", "sums_from_cluster_s", "sums_from_cluster_full_s", "scales_s", "lora_x_s",
+    "words_s", "x_s",
+)  # fmt: skip
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=_FIELDS, meta_fields=())
